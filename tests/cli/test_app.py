@@ -13,6 +13,7 @@ from rich.console import Console
 
 import tritonfp8
 from tritonfp8 import recipes, training
+from tritonfp8.cli import console
 from tritonfp8.cli import warmup as warmup_command
 from tritonfp8.cli.console import console_of
 from tritonfp8.warmup import run as warmup
@@ -32,6 +33,24 @@ def test_recipes_are_listed_and_described(invoke):
     unknown = invoke("recipes", "mxfp9")
     assert unknown.exit_code == 2
     assert "did you mean 'mxfp8'" in unknown.stderr
+
+
+@pytest.mark.parametrize(("command", "lines"), [("recipes", 30), ("doctor", 60)])
+def test_tables_fit_a_terminal_of_100_columns(invoke, monkeypatch, command, lines):
+    monkeypatch.setattr(console, "PLAIN_WIDTH", 100)
+    found = invoke(command).output.splitlines()
+    assert max(map(len, found)) <= 100
+    assert len(found) <= lines
+    for name in recipes.names():
+        assert any(name in line for line in found)
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_commands_say_the_same_of_a_model_and_a_device_that_do_not_exist(invoke, command):
+    assert "no model is named 'tinny', and no file or folder has this path; did you mean 'tiny'?" in " ".join(
+        invoke(command, "--model", "tinny").stderr.split()
+    )
+    assert "device 'cuda:99' does not exist: torch" in invoke(command, "--device", "cuda:99").stderr
 
 
 def test_version_of_the_command_and_of_the_module(invoke):

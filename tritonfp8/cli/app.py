@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tritonfp8 import recipes
@@ -37,12 +38,18 @@ def list_recipes(
         except ValueError as error:
             fail(error)
         return
-    table = Table("recipe", *recipes.GEMMS, "FLOPs in 8 bits", show_lines=True)
+    table = Table("recipe", *recipes.GEMMS, "scales", "8 bits", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.caption = "Of each GEMM, the left operand over the right one. 8 bits: share of the FLOPs of a layer."
     for each in map(recipes.get, recipes.names()):
         gemms = [getattr(each, gemm) for gemm in recipes.GEMMS]
-        cells = [f"{gemm.lhs}\nx {gemm.rhs}" if gemm.quantized else "input's dtype" for gemm in gemms]
-        table.add_row(each.name, *cells, f"{100 * each.quantized_share:.1f}".removesuffix(".0") + " %")
+        # The scales of operands in a column of their own: 100 columns hold the table.
+        operands = [[str(spec).split(" ", 2) for spec in (gemm.lhs, gemm.rhs) if gemm.quantized] for gemm in gemms]
+        cells = ["\n".join(f"{kind} {block}" for kind, block, _ in found) or "input's dtype" for found in operands]
+        scales = dict.fromkeys(scale.strip("()") for found in operands for *_, scale in found)
+        share = f"{100 * each.quantized_share:.1f}".removesuffix(".0")
+        table.add_row(each.name, *cells, "\n".join(scales) or "-", f"{share} %", end_section=True)
     console_of().print(table)
+    console_of().print("'tritonfp8 recipes NAME' prints the equations, the specs and the source of a recipe.")
 
 
 app.command()(verify)

@@ -10,7 +10,7 @@ import typer
 import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.cli.console import MODEL_HELP, fail
-from tritonfp8.training import build_model, require_train_extra
+from tritonfp8.training import build_model, existing_device, require_train_extra
 from tritonfp8.workflow import VerificationError, VerificationReport
 from tritonfp8.workflow import verify as verify_model
 
@@ -35,24 +35,14 @@ def verify(
     try:
         require_train_extra()
         recipes.get(recipe)
-        report = _verified(model, recipe, (batch_size, seq_len), _device(device), backward=not inference)
+        on = existing_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        report = _verified(model, recipe, (batch_size, seq_len), on, backward=not inference)
     except (ValueError, ModuleNotFoundError) as error:
         fail(error)
     # A console would break the lines of a wide table.
     typer.echo(str(report))
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _device(requested: str | None) -> torch.device:
-    count = torch.cuda.device_count()
-    try:
-        device = torch.device(requested or ("cuda" if count else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"the device must be 'cpu', 'cuda' or 'cuda:N'; got {requested!r}") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= count):
-        raise ValueError(f"the device must be 'cpu', 'cuda' or 'cuda:N' with N below {count}; got {requested!r}")
-    return device
 
 
 def _verified(

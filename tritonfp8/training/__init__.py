@@ -7,7 +7,15 @@ from tritonfp8.training import report, timers
 from tritonfp8.training.loop import UNTIMED_STEPS, TrainingStep, lr_factor, next_token_loss, run
 from tritonfp8.training.models import MODELS, build_model, default_lr, require_train_extra
 from tritonfp8.training.progress import Progress
-from tritonfp8.training.settings import BASELINE, DEFAULT_RECIPES, DEFAULTS, Settings, choose_device, prepare
+from tritonfp8.training.settings import (
+    BASELINE,
+    DEFAULT_RECIPES,
+    DEFAULTS,
+    Settings,
+    choose_device,
+    existing_device,
+    prepare,
+)
 
 __all__ = [
     "BASELINE",
@@ -21,6 +29,7 @@ __all__ = [
     "build_model",
     "choose_device",
     "default_lr",
+    "existing_device",
     "lr_factor",
     "next_token_loss",
     "prepare",

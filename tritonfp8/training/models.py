@@ -123,6 +123,8 @@ def _config(name: str) -> Any:
         return config(
             vocab_size=VOCABULARY, max_position_embeddings=MAX_SEQ_LEN, tie_word_embeddings=False, **preset.config()
         )
+    # A name that is neither raises.
+    default_lr(name)
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:
         if not isinstance(json.loads(path.read_text()), dict):

@@ -147,12 +147,26 @@ def choose_device(requested: str | None) -> tuple[torch.device, str | None]:
         device = hardware.with_index("cuda")
         lacking = _lacks_fp8(device)
         return (torch.device("cpu"), f"{lacking}, so {meaning}.") if lacking else (device, None)
+    device = existing_device(requested)
+    if device.type == "cpu":
+        return device, f"--device cpu: {meaning}."
+    if lacking := _lacks_fp8(device):
+        raise ValueError(f"{lacking}; use 'cpu', which runs the reference ops")
+    return device, None
+
+
+def existing_device(requested: str) -> torch.device:
+    """The CPU, or a CUDA GPU with its number.
+
+    Raises:
+        ValueError: another device, or one that does not exist.
+    """
     try:
         device = torch.device(requested)
     except RuntimeError as error:
         raise ValueError(f"the device must be 'cpu' or 'cuda', or 'cuda:N'; got {requested!r}") from error
     if device.type == "cpu":
-        return device, f"--device cpu: {meaning}."
+        return device
     if device.type != "cuda":
         raise ValueError(f"the device must be 'cpu' or 'cuda', or 'cuda:N'; got {requested!r}")
     count = torch.cuda.device_count()
@@ -160,9 +174,7 @@ def choose_device(requested: str | None) -> tuple[torch.device, str | None]:
         device = hardware.with_index(device)
     if (device.index or 0) >= count:
         raise ValueError(f"device {requested!r} does not exist: torch {torch.__version__} finds {count} CUDA GPUs here")
-    if lacking := _lacks_fp8(device):
-        raise ValueError(f"{lacking}; use 'cpu', which runs the reference ops")
-    return device, None
+    return device
 
 
 def _lacks_fp8(device: torch.device) -> str | None:

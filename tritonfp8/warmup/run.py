@@ -178,7 +178,10 @@ def _resolve(
     device: str | None,
 ) -> _Request:
     if model is None and shapes is None:
-        raise ValueError("a warm-up needs a model or a file of shapes; got neither")
+        raise ValueError(
+            "a warm-up needs a model or a file of shapes; got neither: give model (--model tiny), or shapes "
+            "(--shapes FILE)"
+        )
     _check_types(model, shapes, names, tokens, device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")

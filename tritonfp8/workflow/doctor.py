@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from packaging.requirements import Requirement
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
@@ -32,6 +33,8 @@ from tritonfp8.workflow import op_tests
 SELF_TEST_SHAPE = (200, 333)
 SELF_TEST_MNK = (200, 177, 333)
 Tensors = tuple[torch.Tensor, ...]
+# At the begin of what a self-test of a GEMM found.
+_FIGURE = re.compile(r"([\d.]+) dB ")
 ACCUMULATION_KS = (1024, 4096, 16384)
 
 
@@ -189,9 +192,12 @@ def diagnose(console: Console) -> bool:
         # A warning would repeat the table of abilities below.
         warnings.simplefilter("ignore")
         abilities = hardware.abilities(device)
-    console.print(_facts_table("machine", machine.machine(device)))
-    console.print(_versions_table())
-    console.print(_facts_table("abilities", asdict(abilities)))
+    facts = Table.grid(padding=(0, 1))
+    facts.add_row(
+        Group(_facts_table("machine", machine.machine(device)), _versions_table()),
+        _facts_table("abilities", asdict(abilities)),
+    )
+    console.print(facts)
     if not abilities.has_fp8_mma:
         gpu = "no CUDA GPU" if device.type == "cpu" else f"{abilities.name}, a GPU without FP8 tensor cores"
         console.print(f"This machine has {gpu}: the ops run the reference, and no kernel is tested here.")
@@ -246,16 +252,33 @@ def _print_recipes(console: Console, device: torch.device) -> bool:
 
 
 def _print_self_tests(console: Console, device: torch.device) -> bool:
-    table = _table("self-test", "", "figure", title=f"self-tests on {device.type}")
-    good = True
+    checks = []
     with console.status("self-tests") as status:
         for check in self_tests(device):
-            good &= check.ok
+            checks.append(check)
             # The first run compiles the kernels, which takes minutes.
             status.update(f"self-tests, after {escape(check.name)}")
-            table.add_row(check.name, "[green]ok" if check.ok else "[red]FAILED", escape(check.detail))
+    failed = [check for check in checks if not check.ok]
+    title = f"self-tests on {device.type}: {len(checks) - len(failed)} passed, {len(failed)} failed"
+    table = _table("", "figure", "self-tests", title=title)
+    for check in failed:
+        table.add_row("[red]FAILED", escape(check.detail), check.name)
+    for found, names in _summed_up(check for check in checks if check.ok):
+        table.add_row("[green]ok", found, ", ".join(names))
     console.print(table)
-    return good
+    return not failed
+
+
+def _summed_up(checks: Iterable[Check]) -> Iterator[tuple[str, list[str]]]:
+    """What self-tests that passed found, with the names of their ops; of figures in dB the lowest."""
+    groups: dict[str, list[Check]] = {}
+    for check in checks:
+        groups.setdefault(_FIGURE.sub("", check.detail.partition(" in ")[0]), []).append(check)
+    for its in groups.values():
+        figures = [figure for check in its if (figure := _FIGURE.match(check.detail))]
+        lowest = f"{min(float(figure[1]) for figure in figures):.1f} dB " if figures else ""
+        rest = _FIGURE.sub("", its[0].detail.partition(" in ")[0])
+        yield lowest + rest, [*dict.fromkeys(check.name.split()[0] for check in its)]
 
 
 def _print_accumulation(console: Console, device: torch.device) -> None:
