@@ -33,7 +33,7 @@ versions: $(VENV)/.installed  ## compile the kernels with every supported triton
 	$(BIN)/python tests/support/kernels/every_triton.py
 
 reports: $(VENV)/.installed  ## compile the kernels and write the reports that the tests read
-	PYTHONPATH=tests/support/kernels $(BIN)/python tests/support/kernels/write_reports.py
+	PYTHONPATH=tests/support/kernels:tests/support/choice $(BIN)/python tests/support/kernels/write_reports.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -82,7 +82,19 @@ def stored(key, compile):
 
 
 def write(folder, path=REPORTS):
-    """Write the reports in the folder of a run to ``path``, the file that is committed; returns how many there are."""
+    """Write the reports in the folder of a run to ``path``, the file that is committed.
+
+    Returns:
+        A text: how many reports there are, how many kernels have another source than before, and how many of these
+        compile to what no kernel compiled to before.
+    """
+    before = json.loads(lzma.decompress(path.read_bytes())) if path.exists() else {}
     found = {each.name: json.loads(each.read_text()) for each in sorted(Path(folder).iterdir())}
     path.write_bytes(lzma.compress(json.dumps(found).encode(), preset=9))
-    return len(found)
+    known = {json.dumps(each) for each in before.values()}
+    new = [json.dumps(each) for digest, each in found.items() if digest not in before]
+    others = len([each for each in new if each not in known])
+    return (
+        f"{len(found)} reports; {len(new)} kernels have another source than before, of which {others} have other "
+        "registers, spills or instructions"
+    )

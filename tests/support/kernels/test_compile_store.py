@@ -23,7 +23,7 @@ def committed(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "number", lambda: COMMIT)
     compile_store.committed.cache_clear()
     assert compile_store.stored(KEY, lambda: REPORT) == REPORT
-    assert compile_store.write(run, path) == 1
+    assert compile_store.write(run, path).startswith("1 reports; 1 kernels have another source than before, of which 1")
     for each in run.iterdir():
         each.unlink()
     compile_store.committed.cache_clear()
@@ -37,6 +37,13 @@ def test_every_kernel_is_in_the_sample_of_some_commit(monkeypatch):
         monkeypatch.setattr(sampling, "number", lambda number=number: number)
         sampled += [digest for digest in ("0f", "3a", "ff") if compile_store.is_sampled(digest)]
     assert sorted(sampled) == ["0f", "3a", "ff"]
+
+
+def test_kernels_of_another_source_and_of_other_instructions_are_counted(tmp_path):
+    for key, registers in (("another comment", 40), ("another order", 41)):
+        compile_store.stored(key, lambda registers=registers: {"registers": registers})
+    found = compile_store.write(tmp_path / "run", compile_store.REPORTS)
+    assert found.startswith("2 reports; 2 kernels have another source than before, of which 1 have other registers")
 
 
 def never():

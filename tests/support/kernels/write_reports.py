@@ -17,7 +17,7 @@ def main():
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/compile_only"]
         if code := subprocess.run(command, cwd=ROOT, env={**os.environ, **shared}, check=False).returncode:
             return code
-        print(f"{compile_store.write(folder)} reports: {compile_store.REPORTS.relative_to(ROOT)}")
+        print(f"{compile_store.REPORTS.relative_to(ROOT)}: {compile_store.write(folder)}")
     return 0
 
 
