@@ -68,19 +68,9 @@ def gluon_product_kernel(a_desc, b_desc, out_ptr, bias_ptr, M: gl.constexpr, N: 
 
 def compile_matmul(cc, element="fp8e4nv", tile=TILE, **options):
     m, n, k = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
-    return compile_kernel(
-        descriptor_matmul_kernel,
-        {
-            "a_desc": descriptor(element, (m, k)),
-            "b_desc": descriptor(element, (n, k)),
-            "out_desc": descriptor("bf16", (m, n)),
-            "K": "i32",
-        },
-        tile,
-        cc,
-        divisible_by_16=("K",),
-        **options,
-    )
+    operands = {"a_desc": descriptor(element, (m, k)), "b_desc": descriptor(element, (n, k))}
+    signature = {**operands, "out_desc": descriptor("bf16", (m, n)), "K": "i32"}
+    return compile_kernel(descriptor_matmul_kernel, signature, tile, cc, divisible_by_16=("K",), **options)
 
 
 @pytest.mark.parametrize(("element", "instruction"), [("fp8e4nv", "e4m3.e4m3"), ("fp8e5", "e5m2.e5m2")])
@@ -124,16 +114,10 @@ def test_blackwell_uses_its_own_tensor_cores():
 @pytest.mark.parametrize("bias", [False, True])
 def test_gluon_takes_descriptors_with_a_layout_and_none_for_a_pointer(bias):
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    signature = {
-        "a_desc": descriptor("fp8e4nv", (64, 128), layout),
-        "b_desc": descriptor("fp8e4nv", (128, 128), layout),
-        "out_ptr": "*fp32",
-        "bias_ptr": "*fp32",
-    }
-    constexprs = {"M": 64, "N": 128, "K": 128}
-    if not bias:
-        del signature["bias_ptr"]
-        constexprs["bias_ptr"] = None
+    signature = {name: descriptor("fp8e4nv", (rows, 128), layout) for name, rows in (("a_desc", 64), ("b_desc", 128))}
+    signature |= {"out_ptr": "*fp32", **({"bias_ptr": "*fp32"} if bias else {})}
+    # The launcher passes no pointer as a constant.
+    constexprs = {"M": 64, "N": 128, "K": 128, **({} if bias else {"bias_ptr": None})}
     report = compile_kernel(gluon_product_kernel, signature, constexprs, 90)
     assert report.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 4
     assert ("ld.global" in report.ptx) == bias
@@ -164,6 +148,22 @@ def test_a_kernel_that_does_not_wait_first_is_an_error_where_it_may_start_early(
     else:
         with pytest.raises(RuntimeError, match="dependent_kernel reads or writes memory before it waits"):
             ptx()
+
+
+def test_every_argument_must_be_named_once():
+    pointers = {"x_ptr": "*fp32", "q_ptr": "*fp8e4nv"}
+    for signature, constants, divisible, message in (
+        (pointers, {}, (), "BLOCK"),
+        ({**pointers, "BLOCK": "i32"}, {"BLOCK": 64}, (), "once"),
+        (pointers, {"BLOCK": 64}, ("y_ptr",), "divisible_by_16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compile_kernel(cast_kernel, signature, constants, 90, divisible_by_16=divisible)
+
+
+def test_a_log_without_figures_is_an_error_not_zero():
+    with pytest.raises(RuntimeError, match="ptxas"):
+        read_report("", 0, "ptxas info    : something else")
 
 
 @triton.jit
@@ -207,35 +207,12 @@ def test_divisibility_turns_into_wide_loads():
     assert "ld.global.v4" not in narrow.ptx
 
 
-def test_every_argument_must_be_named_once():
-    pointers = {"x_ptr": "*fp32", "q_ptr": "*fp8e4nv"}
-    for signature, constants, divisible, message in (
-        (pointers, {}, (), "BLOCK"),
-        ({**pointers, "BLOCK": "i32"}, {"BLOCK": 64}, (), "once"),
-        (pointers, {"BLOCK": 64}, ("y_ptr",), "divisible_by_16"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            compile_kernel(cast_kernel, signature, constants, 90, divisible_by_16=divisible)
-
-
-def test_a_log_without_figures_is_an_error_not_zero():
-    with pytest.raises(RuntimeError, match="ptxas"):
-        read_report("", 0, "ptxas info    : something else")
-
-
-def functions():
-    """All functions of the package that Triton compiles, by module and name."""
+def keys(order, settle):
+    """The key of each function of the package that Triton compiles, when they get their keys in an order."""
     found = {}
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        for name, value in vars(importlib.import_module(module.name)).items():
-            if isinstance(value, triton.JITFunction):
-                found[module.name, name] = value
-    return found
-
-
-def keys(order, settle):
-    """The key of each function when they get their keys in an order."""
-    found = functions()
+        members = vars(importlib.import_module(module.name)).items()
+        found |= {(module.name, name): value for name, value in members if isinstance(value, triton.JITFunction)}
     for function in found.values():
         function.hash, function.used_global_vals = None, {}
     triton_private._settled.clear()
