@@ -9,13 +9,9 @@ import pytest
 import triton
 import triton.language as tl
 from compile_target import compile_kernel, descriptor, read_report
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tritonfp8 import kernels
 from tritonfp8.compat import triton_private, triton_since
-from tritonfp8.kernels.names import tma_load
 from tritonfp8.kernels.pdl import begin
 
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
@@ -45,25 +41,6 @@ def dependent_kernel(x_ptr, out_ptr, EARLY: tl.constexpr, WAITS: tl.constexpr, D
     early = tl.load(x_ptr + offsets) if EARLY else 0
     begin(DEPENDENT and WAITS)
     tl.store(out_ptr + offsets, early + tl.load(x_ptr + offsets))
-
-
-@gluon.jit
-def gluon_product_kernel(a_desc, b_desc, out_ptr, bias_ptr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
-    a = gl.allocate_shared_memory(a_desc.dtype, [M, K], a_desc.layout)
-    b = gl.allocate_shared_memory(b_desc.dtype, [N, K], b_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    mbarrier.expect(ready, (M + N) * K)
-    tma_load(a_desc, [0, 0], ready, a)
-    tma_load(b_desc, [0, 0], ready, b)
-    mbarrier.wait(ready, 0)
-    token = warpgroup_mma(a, b.permute((1, 0)), gl.zeros((M, N), gl.float32, layout), use_acc=False, is_async=True)
-    out = warpgroup_mma_wait(0, deps=[token])
-    rows, cols = gl.arange(0, M, gl.SliceLayout(1, layout)), gl.arange(0, N, gl.SliceLayout(0, layout))
-    if bias_ptr is not None:
-        out += gl.load(bias_ptr + cols)[None, :]
-    gl.store(out_ptr + rows[:, None] * N + cols[None, :], out)
 
 
 def compile_matmul(cc, element="fp8e4nv", tile=TILE, **options):
@@ -102,27 +79,6 @@ def test_spills_and_registers_are_seen():
 
 def test_launch_options_reach_the_compiler():
     assert compile_matmul(90, maxnreg=96).registers <= 96 < compile_matmul(90).registers
-
-
-def test_blackwell_uses_its_own_tensor_cores():
-    report = compile_matmul(100)
-    assert ".target sm_100a" in report.ptx
-    assert "tcgen05.mma" in report.ptx
-    assert "wgmma" not in report.ptx
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_gluon_takes_descriptors_with_a_layout_and_none_for_a_pointer(bias):
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    signature = {name: descriptor("fp8e4nv", (rows, 128), layout) for name, rows in (("a_desc", 64), ("b_desc", 128))}
-    signature |= {"out_ptr": "*fp32", **({"bias_ptr": "*fp32"} if bias else {})}
-    # The launcher passes no pointer as a constant.
-    constexprs = {"M": 64, "N": 128, "K": 128, **({} if bias else {"bias_ptr": None})}
-    report = compile_kernel(gluon_product_kernel, signature, constexprs, 90)
-    assert report.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 4
-    assert ("ld.global" in report.ptx) == bias
-    assert report.spill_bytes == 0
-    assert 24576 < report.shared_bytes < 26000
 
 
 @pytest.mark.parametrize("cc", [89, 90, 100])
