@@ -272,11 +272,6 @@ def test_a_gpu_without_an_index_is_the_current_one(monkeypatch):
 
 @pytest.mark.gpu
 class TestOnGpu:
-    def test_workers_compile_for_the_current_gpu(self):
-        tuned = tune(record_linear((16, 384, 512), "rowwise", "bfloat16"), workers=2)
-        assert tuned.failed == ()
-        assert len(tuned.entries) == 3
-
     def test_times_are_of_the_functions(self):
         x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
         small, large = measure.cuda_seconds([lambda: x[:512] @ x, lambda: x @ x], rounds=5)
