@@ -52,9 +52,8 @@ class TestRecording:
     def test_a_layer_calls_what_it_really_calls(self, recipe):
         layer = tritonfp8.Float8Linear(50, 70, bias=False, dtype=torch.bfloat16, recipe=recipe)
         with Recorder() as recorder:
-            layer(torch.randn(33, 50, dtype=torch.bfloat16, requires_grad=True)).backward(
-                torch.randn(33, 70, dtype=torch.bfloat16)
-            )
+            x, grad = (torch.randn(33, size, dtype=torch.bfloat16) for size in (50, 70))
+            layer(x.requires_grad_()).backward(grad)
         assert record_linear((33, 70, 50), recipe, "bfloat16") == list(recorder.calls)
         assert record_linear((33, 70, 50), recipe, "float32") == list(recorder.calls)
 
