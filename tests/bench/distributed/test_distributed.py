@@ -1,8 +1,8 @@
 import json
 import math
 import runpy
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -147,20 +147,16 @@ def test_who_could_not_be_measured_says_why_and_the_rest_goes_on(measured):
 
 def in_threads(*functions, grace=0.2, patience=20):
     """``function(ranks)`` of each rank; what each returned or raised."""
-    store, found = dist.HashStore(), [None] * len(functions)
+    store = dist.HashStore()
 
     def work(rank):
         try:
-            found[rank] = functions[rank](Ranks(rank, len(functions), store, patience, grace))
+            return functions[rank](Ranks(rank, len(functions), store, patience, grace))
         except RuntimeError as error:
-            found[rank] = error
+            return error
 
-    threads = [threading.Thread(target=work, args=[rank]) for rank in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(work, range(len(functions))))
 
 
 def fail(ranks):
