@@ -126,18 +126,15 @@ def test_without_any_right_result_nothing_is_the_benchmarks(fight):
         (ValueError("x" * 999), f"ValueError: {'x' * 999}"[: contests.MAX_REASON]),
     ],
 )
-def test_a_peer_that_cannot_run_is_reported_with_its_reason(fight, error, reason):
+def test_a_peer_that_cannot_run_or_is_wrong_has_no_time_and_a_reason(fight, error, reason):
     def make():
         raise error
 
-    fight.run(fight.contender("own", [1] * 5, own=True), Contender("peer", make))
+    peers = Contender("peer", make), fight.contender("wrong peer", [1] * 5, check=wrong)
+    fight.run(fight.contender("own", [1] * 5, own=True), *peers)
     assert (fight.rows["peer"]["reason"], fight.rows["peer"]["seconds"]) == (reason, None)
+    assert fight.rows["wrong peer"]["seconds"] is None
     assert fight.rows["own"]["seconds"] == 1
-
-
-def test_a_peer_with_a_wrong_result_has_no_time(fight):
-    fight.run(fight.contender("own", [1] * 5, own=True), fight.contender("peer", [1] * 5, check=wrong))
-    assert fight.rows["peer"]["seconds"] is None
 
 
 def test_every_second_run_finds_empty_caches(tmp_path):
@@ -174,13 +171,6 @@ def test_all_runs_of_our_own_give_the_same_bits_before_they_are_timed(tmp_path, 
         with pytest.raises(AssertionError, match=said):
             fight.run(*fighters)
         assert fight.rows["it"]["seconds"] is None
-
-
-def test_rows_are_appended_as_they_are_measured(fight):
-    fight.run(fight.contender("first", [1] * 5, own=True))
-    fight.benchmark = FakeBenchmark(fight.stopwatch)
-    fight.run(fight.contender("second", [1] * 5, own=True))
-    assert list(fight.rows) == ["first", "second"]
 
 
 def test_clocks_take_the_time_of_a_function():

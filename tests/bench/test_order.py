@@ -100,20 +100,15 @@ def test_sums_in_another_order_leave_what_is_quantized(llama, recipe):
 
 @pytest.mark.parametrize("size", [96, 700])
 def test_blocks_move_as_they_are_shuffled_inside_and_one_that_is_not_whole_stays_last(size):
-    layer = mlp_of(size)
-    models.reorder_sums(SimpleNamespace(model=SimpleNamespace(layers=[layer])), 128)
-    blocks = [block.tolist() for block in layer.mlp.gate_proj.bias.int().split(128)]
+    mlp = SimpleNamespace(
+        gate_proj=torch.nn.Linear(4, size), up_proj=torch.nn.Linear(4, size), down_proj=torch.nn.Linear(size, 4)
+    )
+    torch.nn.init.zeros_(mlp.gate_proj.bias).data.add_(torch.arange(size))
+    models.reorder_sums(SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(mlp=mlp)])), 128)
+    blocks = [block.tolist() for block in mlp.gate_proj.bias.int().split(128)]
     firsts = [min(block) for block in blocks]
     assert sorted(firsts) == list(range(0, size, 128))
     assert firsts[-1] == size // 128 * 128
     assert len(firsts) == 1 or firsts != sorted(firsts)
     for first, block in zip(firsts, blocks, strict=True):
         assert sorted(block) == list(range(first, first + len(block))) != block
-
-
-def mlp_of(size):
-    mlp = SimpleNamespace(
-        gate_proj=torch.nn.Linear(4, size), up_proj=torch.nn.Linear(4, size), down_proj=torch.nn.Linear(size, 4)
-    )
-    torch.nn.init.zeros_(mlp.gate_proj.bias).data.add_(torch.arange(size))
-    return SimpleNamespace(mlp=mlp)

@@ -93,6 +93,7 @@ def test_every_bar_of_a_whole_run_has_a_verdict(rendered):
     assert lines[0] == ["what", "bar", "measured", "holds"]
     assert len(lines) == 2 + len(BARS)
     cells = {line[0]: line[1:] for line in lines[2:]}
+    assert len(cells) == len(BARS)
     assert {holds for _, _, holds in cells.values()} == {"yes", "**no**"}
     assert cells["rowwise GEMM, precise, over torch._scaled_mm, large shapes"][2] == "yes"
     assert cells["cast 1x128, each tensor of 64 MB or more: share of copy speed"][2] == "**no**"

@@ -55,12 +55,8 @@ def test_only_missing_runs_are_trained_and_each_is_kept(tmp_path, monkeypatch):
 
 def test_a_run_that_did_not_end_is_refused(tmp_path):
     path = tmp_path / "training.json"
-    found = {
-        "settings": {"steps": 3, "seed": 0},
-        "text": {"sha256": "a"},
-        "runs": [{"recipe": "bf16", "losses": [1.0]}],
-    }
-    path.write_text(json.dumps(found))
+    runs = [{"recipe": "bf16", "losses": [1.0]}]
+    path.write_text(json.dumps({"settings": {"steps": 3, "seed": 0}, "text": {"sha256": "a"}, "runs": runs}))
     with pytest.raises(RuntimeError, match="bf16 ended after 1 of 3 steps"):
         seeds.read(path, "bf16")
 

@@ -9,13 +9,9 @@ import pytest
 import triton
 import triton.language as tl
 from compile_target import compile_kernel, descriptor, read_report
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tritonfp8 import kernels
 from tritonfp8.compat import triton_private, triton_since
-from tritonfp8.kernels.names import tma_load
 from tritonfp8.kernels.pdl import begin
 
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
@@ -47,40 +43,11 @@ def dependent_kernel(x_ptr, out_ptr, EARLY: tl.constexpr, WAITS: tl.constexpr, D
     tl.store(out_ptr + offsets, early + tl.load(x_ptr + offsets))
 
 
-@gluon.jit
-def gluon_product_kernel(a_desc, b_desc, out_ptr, bias_ptr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
-    a = gl.allocate_shared_memory(a_desc.dtype, [M, K], a_desc.layout)
-    b = gl.allocate_shared_memory(b_desc.dtype, [N, K], b_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    mbarrier.expect(ready, (M + N) * K)
-    tma_load(a_desc, [0, 0], ready, a)
-    tma_load(b_desc, [0, 0], ready, b)
-    mbarrier.wait(ready, 0)
-    token = warpgroup_mma(a, b.permute((1, 0)), gl.zeros((M, N), gl.float32, layout), use_acc=False, is_async=True)
-    out = warpgroup_mma_wait(0, deps=[token])
-    rows, cols = gl.arange(0, M, gl.SliceLayout(1, layout)), gl.arange(0, N, gl.SliceLayout(0, layout))
-    if bias_ptr is not None:
-        out += gl.load(bias_ptr + cols)[None, :]
-    gl.store(out_ptr + rows[:, None] * N + cols[None, :], out)
-
-
 def compile_matmul(cc, element="fp8e4nv", tile=TILE, **options):
     m, n, k = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
-    return compile_kernel(
-        descriptor_matmul_kernel,
-        {
-            "a_desc": descriptor(element, (m, k)),
-            "b_desc": descriptor(element, (n, k)),
-            "out_desc": descriptor("bf16", (m, n)),
-            "K": "i32",
-        },
-        tile,
-        cc,
-        divisible_by_16=("K",),
-        **options,
-    )
+    operands = {"a_desc": descriptor(element, (m, k)), "b_desc": descriptor(element, (n, k))}
+    signature = {**operands, "out_desc": descriptor("bf16", (m, n)), "K": "i32"}
+    return compile_kernel(descriptor_matmul_kernel, signature, tile, cc, divisible_by_16=("K",), **options)
 
 
 @pytest.mark.parametrize(("element", "instruction"), [("fp8e4nv", "e4m3.e4m3"), ("fp8e5", "e5m2.e5m2")])
@@ -114,33 +81,6 @@ def test_launch_options_reach_the_compiler():
     assert compile_matmul(90, maxnreg=96).registers <= 96 < compile_matmul(90).registers
 
 
-def test_blackwell_uses_its_own_tensor_cores():
-    report = compile_matmul(100)
-    assert ".target sm_100a" in report.ptx
-    assert "tcgen05.mma" in report.ptx
-    assert "wgmma" not in report.ptx
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_gluon_takes_descriptors_with_a_layout_and_none_for_a_pointer(bias):
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    signature = {
-        "a_desc": descriptor("fp8e4nv", (64, 128), layout),
-        "b_desc": descriptor("fp8e4nv", (128, 128), layout),
-        "out_ptr": "*fp32",
-        "bias_ptr": "*fp32",
-    }
-    constexprs = {"M": 64, "N": 128, "K": 128}
-    if not bias:
-        del signature["bias_ptr"]
-        constexprs["bias_ptr"] = None
-    report = compile_kernel(gluon_product_kernel, signature, constexprs, 90)
-    assert report.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 4
-    assert ("ld.global" in report.ptx) == bias
-    assert report.spill_bytes == 0
-    assert 24576 < report.shared_bytes < 26000
-
-
 @pytest.mark.parametrize("cc", [89, 90, 100])
 @pytest.mark.parametrize(("pointer", "instruction"), [("*fp8e4nv", "e4m3x2"), ("*fp8e5", "e5m2x2")])
 def test_casts_saturate_in_hardware(cc, pointer, instruction):
@@ -164,6 +104,22 @@ def test_a_kernel_that_does_not_wait_first_is_an_error_where_it_may_start_early(
     else:
         with pytest.raises(RuntimeError, match="dependent_kernel reads or writes memory before it waits"):
             ptx()
+
+
+def test_every_argument_must_be_named_once():
+    pointers = {"x_ptr": "*fp32", "q_ptr": "*fp8e4nv"}
+    for signature, constants, divisible, message in (
+        (pointers, {}, (), "BLOCK"),
+        ({**pointers, "BLOCK": "i32"}, {"BLOCK": 64}, (), "once"),
+        (pointers, {"BLOCK": 64}, ("y_ptr",), "divisible_by_16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compile_kernel(cast_kernel, signature, constants, 90, divisible_by_16=divisible)
+
+
+def test_a_log_without_figures_is_an_error_not_zero():
+    with pytest.raises(RuntimeError, match="ptxas"):
+        read_report("", 0, "ptxas info    : something else")
 
 
 @triton.jit
@@ -207,35 +163,12 @@ def test_divisibility_turns_into_wide_loads():
     assert "ld.global.v4" not in narrow.ptx
 
 
-def test_every_argument_must_be_named_once():
-    pointers = {"x_ptr": "*fp32", "q_ptr": "*fp8e4nv"}
-    for signature, constants, divisible, message in (
-        (pointers, {}, (), "BLOCK"),
-        ({**pointers, "BLOCK": "i32"}, {"BLOCK": 64}, (), "once"),
-        (pointers, {"BLOCK": 64}, ("y_ptr",), "divisible_by_16"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            compile_kernel(cast_kernel, signature, constants, 90, divisible_by_16=divisible)
-
-
-def test_a_log_without_figures_is_an_error_not_zero():
-    with pytest.raises(RuntimeError, match="ptxas"):
-        read_report("", 0, "ptxas info    : something else")
-
-
-def functions():
-    """All functions of the package that Triton compiles, by module and name."""
+def keys(order, settle):
+    """The key of each function of the package that Triton compiles, when they get their keys in an order."""
     found = {}
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        for name, value in vars(importlib.import_module(module.name)).items():
-            if isinstance(value, triton.JITFunction):
-                found[module.name, name] = value
-    return found
-
-
-def keys(order, settle):
-    """The key of each function when they get their keys in an order."""
-    found = functions()
+        members = vars(importlib.import_module(module.name)).items()
+        found |= {(module.name, name): value for name, value in members if isinstance(value, triton.JITFunction)}
     for function in found.values():
         function.hash, function.used_global_vals = None, {}
     triton_private._settled.clear()

@@ -82,21 +82,23 @@ def test_the_sum_of_parts_compiles_for_every_target(cc, scaled):
     assert "ld.global.v4" in report.ptx, "a thread reads 16 bytes of a part at a time"
 
 
+NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
 ELEMENTS = [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2)]
+PRODUCTS = [(family, element, True) for family in ("epilogue", "blockwise") for element in ELEMENTS]
+PRODUCTS += [("mx", ELEMENTS[0], tma) for tma in (False, True)]
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize(("cc", "instruction"), [(89, "mma.sync"), (90, "wgmma"), (100, "tcgen05.mma")])
-@pytest.mark.parametrize("family", ["epilogue", "blockwise"])
-def test_every_element_format_compiles_for_every_target(family, cc, instruction, element):
+@pytest.mark.parametrize(("family", "element", "tma"), PRODUCTS)
+def test_every_element_format_compiles_for_every_target(family, element, tma, cc, instruction):
+    """Ada has no TMA."""
     shared = ADA_SHARED_BYTES if cc == 89 else HOPPER_SHARED_BYTES
     config = next(c for c in SPACES[family]["precise"] if supports(c, family, 2, True, False, shared))
-    rows = ROWS[family][0]
-    tma = cc >= 90
-    report = compile_tiles(family, config, rows, element=element, cc=cc, tma=tma, **promotion(family, "precise"))
+    options = {"element": element, "cc": cc, "tma": tma and cc >= 90, **promotion(family, "precise")}
+    report = compile_tiles(family, config, ROWS[family][0], **options)
     assert instruction in report.ptx
-    if cc < 100:
-        names = [{E4M3: "e4m3", E5M2: "e5m2"}[e] for e in element]
+    if family != "mx" and cc < 100:
+        names = [NAMES[e] for e in element]
         assert ".".join(reversed(names) if config.swap else names) in report.ptx
 
 
@@ -104,19 +106,8 @@ def test_every_element_format_compiles_for_every_target(family, cc, instruction,
 def test_the_specialized_kernel_takes_every_element_format(element):
     config = SPACES["epilogue"]["precise"][0]
     assert config.specialized
-    names = [{E4M3: "e4m3", E5M2: "e5m2"}[e] for e in element]
-    assert f"m64n128k32.f32.{'.'.join(names)}" in compile_specialized(config, (0, 0), element=element).ptx
-
-
-@pytest.mark.parametrize("cc", [89, 90, 100])
-@pytest.mark.parametrize("tma", [False, True])
-def test_mx_compiles_for_every_target(cc, tma):
-    if cc == 89 and tma:
-        pytest.skip("Ada has no TMA")
-    shared = ADA_SHARED_BYTES if cc == 89 else HOPPER_SHARED_BYTES
-    config = next(c for c in SPACES["mx"]["precise"] if supports(c, "mx", 2, True, False, shared))
-    report = compile_tiles("mx", config, (1, 1), cc=cc, tma=tma)
-    assert {89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}[cc] in report.ptx
+    names = ".".join(NAMES[e] for e in element)
+    assert f"m64n128k32.f32.{names}" in compile_specialized(config, (0, 0), element=element).ptx
 
 
 @pytest.mark.parametrize("tma", [False, True])

@@ -61,9 +61,18 @@ def test_step(monkeypatch, block, kind, cc):
         assert report.ptx.count("fma") == FUSED_AN_ELEMENT * elements
 
 
-@pytest.mark.parametrize("k", [64, 2048, 8192, 16384, 28672, 32768])
-def test_rows(monkeypatch, k):
-    for report, _ in reports(monkeypatch, 90, ROWWISE, "fp32", k=k, grad=torch.float32):
+OTHERS = [
+    *({"block": ROWWISE, "kind": "fp32", "k": k, "grad": torch.float32} for k in (64, 2048, 8192, 16384, 28672, 32768)),
+    # Tiles that reach beyond a weight.
+    *({"block": block, "kind": kind, "k": 4112} for block in BLOCKS for kind in KINDS),
+    # Shards.
+    *({"block": block, "kind": "fp8", "by_rows": True, "stochastic": False} for block in BLOCKS),
+]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_rows_tails_and_shards(monkeypatch, options):
+    for report, _ in reports(monkeypatch, 90, **options):
         assert report.spill_bytes == 0, report.log
 
 
@@ -72,16 +81,3 @@ def test_a_long_row_keeps_no_more_than_its_weights_in_local_memory(monkeypatch):
     ((report, elements),) = reports(monkeypatch, 90, ROWWISE, "fp8", k=k)
     stored_and_loaded = 2 * 4
     assert report.spill_bytes <= stored_and_loaded * elements
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_tiles_that_reach_beyond_a_weight(monkeypatch, block, kind):
-    for report, _ in reports(monkeypatch, 90, block, kind, k=4112):
-        assert report.spill_bytes == 0, report.log
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_shards(monkeypatch, block):
-    for report, _ in reports(monkeypatch, 90, block, "fp8", by_rows=True, stochastic=False):
-        assert report.spill_bytes == 0, report.log

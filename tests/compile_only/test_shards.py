@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from compile_target import compile_launch, note_launches
 
 from tritonfp8 import QuantSpec
 from tritonfp8.compat import triton_since
@@ -16,34 +15,29 @@ COLUMNWISE = ROWWISE[::-1]
 SHARDS, PLACES = [torch.empty(4, 4, device="meta")], torch.empty(1, 4, device="meta")
 
 
+def empty(dtype=torch.float32):
+    return torch.empty(4, dtype=dtype, device="meta")
+
+
 @pytest.fixture
-def compiled(monkeypatch):
+def report_of(compiled, monkeypatch):
     """What a cast would launch on a device of compute capability ``cc``: its report."""
 
     def compile_(cc, cast, dtype=torch.float32):
-        found = note_launches(monkeypatch, cc, shards)
-        fields, owners, like = (torch.empty(4, dtype=d, device="meta") for d in (torch.int64, torch.int32, dtype))
-        monkeypatch.setattr(
-            shards, "_table_of", lambda *args, **options: shards.ShardTable(fields, owners, like, aligned=True)
-        )
-        cast()
-        [(kernel, arguments, options)] = found
-        return compile_launch(cc, kernel, *arguments, **options)
+        table = shards.ShardTable(*map(empty, (torch.int64, torch.int32, dtype)), aligned=True)
+        monkeypatch.setattr(shards, "_table_of", lambda *args, **options: table)
+        [(_, report)] = compiled(cc, cast, shards)
+        return report
 
     return compile_
-
-
-def amaxes():
-    return torch.empty(4, device="meta")
 
 
 @pytest.mark.parametrize("cc", [89, 90, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("blocks", [(TENSORWISE,), (ROWWISE, COLUMNWISE), (BLOCK_128X128,)], ids=str)
-def test_amaxes(compiled, blocks, dtype, cc):
-    report = compiled(
-        cc, lambda: shards.amax_of_shards(amaxes(), SHARDS, PLACES, [size for block in blocks for size in block]), dtype
-    )
+def test_amaxes(report_of, blocks, dtype, cc):
+    sizes = [size for block in blocks for size in block]
+    report = report_of(cc, lambda: shards.amax_of_shards(empty(), SHARDS, PLACES, sizes), dtype)
     assert report.spill_bytes == 0, report.log
     assert "ld.global.v4.b32" in report.ptx
     assert re.search(r"(red|atom)\.global.*\.max\.", report.ptx)
@@ -55,14 +49,10 @@ def test_amaxes(compiled, blocks, dtype, cc):
     [(TENSORWISE, False, "none"), (ROWWISE, False, "pow2"), (COLUMNWISE, True, "pow2"), (BLOCK_128X128, False, "pow2")],
     ids=str,
 )
-def test_casts(compiled, block, transposed, rounding, cc):
+def test_casts(report_of, block, transposed, rounding, cc):
     spec = QuantSpec("e4m3", BLOCK_128X128 if block == BLOCK_128X128 else ROWWISE, "fp32", rounding)
-
-    def cast():
-        out = torch.empty(4, dtype=torch.uint8, device="meta")
-        shards.quantize_shards(out, SHARDS, PLACES, amaxes(), *spec.args, transposed, torch.bfloat16)
-
-    report = compiled(cc, cast)
+    args = empty(torch.uint8), SHARDS, PLACES, empty(), *spec.args, transposed, torch.bfloat16
+    report = report_of(cc, lambda: shards.quantize_shards(*args))
     assert report.spill_bytes == 0, report.log
     assert "ld.global.v4.b32" in report.ptx
     assert "st.global.v4.b32" in report.ptx if transposed else "st.global" in report.ptx

@@ -18,15 +18,10 @@ def text_of(found: corpus.Corpus) -> bytes:
 @pytest.fixture
 def folder(tmp_path):
     files = {
-        "b.txt": b"second",
-        "a/z.rst": b"first ",
-        "c/deep/er.py": b" third",
-        "binary.txt": b"\x7fELF\0\0",
-        ".hidden": b"hidden",
-        ".git/config.txt": b"hidden",
-        "__pycache__/a.txt": b"cached",
+        "b.txt": b"second", "a/z.rst": b"first ", "c/deep/er.py": b" third", "binary.txt": b"\x7fELF\0\0",
+        ".hidden": b"hidden", ".git/config.txt": b"hidden", "__pycache__/a.txt": b"cached",
         "lib/site-packages/other.py": b"installed",
-    }
+    }  # fmt: skip
     for name, content in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,13 +85,11 @@ def of_bytes(count, sha256=""):
     return corpus.Corpus(data, "a test", files=1, skipped=0, truncated=False, sha256=sha256)
 
 
-@pytest.fixture
-def alphabet():
-    return of_bytes(100)
+ALPHABET = of_bytes(100)
 
 
-def test_batches_are_windows_of_the_text(alphabet):
-    drawn = list(corpus.batches(alphabet, steps=5, batch_size=3, seq_len=10, seed=0))
+def test_batches_are_windows_of_the_text():
+    drawn = list(corpus.batches(ALPHABET, steps=5, batch_size=3, seq_len=10, seed=0))
     assert len(drawn) == 5
     for batch in drawn:
         assert batch.shape == (3, 11)
@@ -104,18 +97,18 @@ def test_batches_are_windows_of_the_text(alphabet):
         assert torch.equal(batch, batch[:, :1] + torch.arange(11, dtype=torch.uint8))
 
 
-def test_batches_reach_every_place_and_no_further(alphabet):
-    (batch,) = corpus.batches(alphabet, steps=1, batch_size=5000, seq_len=97, seed=0)
+def test_batches_reach_every_place_and_no_further():
+    (batch,) = corpus.batches(ALPHABET, steps=1, batch_size=5000, seq_len=97, seed=0)
     assert batch[:, 0].unique().tolist() == [0, 1, 2]
-    (whole,) = corpus.batches(alphabet, steps=1, batch_size=1, seq_len=99, seed=0)
-    assert torch.equal(whole[0], alphabet.data)
+    (whole,) = corpus.batches(ALPHABET, steps=1, batch_size=1, seq_len=99, seed=0)
+    assert torch.equal(whole[0], ALPHABET.data)
     with pytest.raises(ValueError, match="seq_len 100 needs at least 101 bytes of text; a test has 100"):
-        next(corpus.batches(alphabet, steps=1, batch_size=1, seq_len=100, seed=0))
+        next(corpus.batches(ALPHABET, steps=1, batch_size=1, seq_len=100, seed=0))
 
 
-def test_batches_depend_on_the_seed_alone(alphabet):
+def test_batches_depend_on_the_seed_alone():
     def draw(seed):
-        return torch.stack(list(corpus.batches(alphabet, steps=4, batch_size=2, seq_len=10, seed=seed)))
+        return torch.stack(list(corpus.batches(ALPHABET, steps=4, batch_size=2, seq_len=10, seed=seed)))
 
     first = draw(0)
     torch.manual_seed(123)
@@ -123,7 +116,7 @@ def test_batches_depend_on_the_seed_alone(alphabet):
     assert not torch.equal(draw(1), first)
 
 
-def test_one_block_in_twenty_is_held_out(alphabet):
+def test_one_block_in_twenty_is_held_out():
     whole = of_bytes(5000, sha256="of all")
     split = corpus.hold_out(whole, seq_len=99)
     # 5000 bytes are 20 blocks of 250. One is held out.
@@ -132,14 +125,14 @@ def test_one_block_in_twenty_is_held_out(alphabet):
     assert split.sha256 == "of all"
     assert str(split) == str(whole)
     # A block that is shorter than a window is not held out.
-    assert corpus.hold_out(alphabet, seq_len=4).held_out.numel() == 5
-    assert corpus.hold_out(alphabet, seq_len=5) is alphabet
+    assert corpus.hold_out(ALPHABET, seq_len=4).held_out.numel() == 5
+    assert corpus.hold_out(ALPHABET, seq_len=5) is ALPHABET
 
 
-def test_windows_are_spread_over_the_text_without_overlap(alphabet):
-    drawn = list(corpus.windows(alphabet.data, count=5, batch_size=2, seq_len=9))
+def test_windows_are_spread_over_the_text_without_overlap():
+    drawn = list(corpus.windows(ALPHABET.data, count=5, batch_size=2, seq_len=9))
     assert [len(batch) for batch in drawn] == [2, 2, 1]
     assert torch.cat(drawn)[:, 0].tolist() == [0, 20, 40, 60, 80]
-    everything = torch.cat(list(corpus.windows(alphabet.data, count=99, batch_size=3, seq_len=9)))
-    assert torch.equal(everything.flatten(), alphabet.data)
-    assert list(corpus.windows(alphabet.data[:9], count=5, batch_size=2, seq_len=9)) == []
+    everything = torch.cat(list(corpus.windows(ALPHABET.data, count=99, batch_size=3, seq_len=9)))
+    assert torch.equal(everything.flatten(), ALPHABET.data)
+    assert list(corpus.windows(ALPHABET.data[:9], count=5, batch_size=2, seq_len=9)) == []

@@ -46,20 +46,6 @@ def compare(settings):
     return run
 
 
-class InterruptAt(loop.RunObserver):
-    """Presses Ctrl-C after a step of a recipe."""
-
-    def __init__(self, recipe, step):
-        self.recipe, self.step, self.current = recipe, step, None
-
-    def started(self, recipe, steps):
-        self.current = recipe
-
-    def stepped(self, step, loss, tokens_per_second):
-        if (self.current, step) == (self.recipe, self.step):
-            raise KeyboardInterrupt
-
-
 # Settings
 
 
@@ -243,11 +229,6 @@ def head_flops(result):
     return 6 * result.job.model.lm_head.weight.numel() * 2 * 20
 
 
-def test_linear_flops_are_six_a_weight_and_token(compare):
-    result = compare(recipes=("bf16",), steps=1)
-    assert result.linear_flops == 6 * weights_of(result) * 2 * 20
-
-
 @pytest.mark.parametrize("recipe", [name for name in recipes.names() if name != "bf16"])
 def test_share_is_counted_and_is_what_the_recipe_states(compare, recipe):
     result = compare(recipes=(recipe,), steps=2)
@@ -320,12 +301,16 @@ def test_held_out_loss_is_the_mean_over_text_that_is_not_trained_on(settings, tm
 
 
 def test_interrupt_keeps_the_steps_done_and_ends_the_run(compare):
-    result = compare(InterruptAt("rowwise", 4), recipes=("bf16", "rowwise", "blockwise"))
+    class CtrlC(loop.RunObserver):
+        def stepped(self, step, loss, tokens_per_second):
+            if step == 4:
+                raise KeyboardInterrupt
+
+    result = compare(CtrlC(), recipes=("rowwise", "blockwise"))
     assert result.interrupted
-    ran = [(run.recipe, len(run.losses), run.interrupted) for run in result.runs]
-    assert ran == [("bf16", 6, False), ("rowwise", 4, True)]
-    assert len(result.runs[1].step_seconds) == 4
-    assert sum(result.runs[1].flops.values()) == 4 * (result.linear_flops - head_flops(result))
+    (run,) = result.runs
+    assert (run.recipe, len(run.losses), len(run.step_seconds), run.interrupted) == ("rowwise", 4, 4, True)
+    assert sum(run.flops.values()) == 4 * (result.linear_flops - head_flops(result))
 
 
 def test_failure_of_a_recipe_is_noted_and_the_next_one_runs(compare, monkeypatch):

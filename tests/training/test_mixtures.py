@@ -12,19 +12,11 @@ pytestmark = pytest.mark.one_in(3)
 HIDDEN, INTERMEDIATE, LAYERS, EXPERTS, TOP_K, VOCABULARY = 64, 32, 2, 4, 2, 256
 TOKENS = 2 * 32
 MIXTURE = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_local_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "max_position_embeddings": 64,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 # Weights that a token meets.
 OF_EXPERTS = LAYERS * TOP_K * 3 * HIDDEN * INTERMEDIATE
 OF_ATTENTION = LAYERS * 4 * HIDDEN * HIDDEN

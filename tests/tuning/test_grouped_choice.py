@@ -8,16 +8,22 @@ from tuned import ADA, H200, MACHINE, entry
 
 from tritonfp8.tuning import chooser, grouped_tiles, store
 from tritonfp8.tuning.grouped_tiles import GroupedGemm
-from tritonfp8.tuning.kinds import Key, find, space
+from tritonfp8.tuning.kinds import find, space
 
 OUTPUT = GroupedGemm("epilogue", "precise", (1, 1), 128, 128 * 1000, (1536, 2048), False, 2)
 GRAD_WEIGHT = OUTPUT._replace(sums_tokens=True)
 BLOCKWISE = OUTPUT._replace(family="blockwise", rows=(1, 128))
-ALL = (
-    OUTPUT, GRAD_WEIGHT, BLOCKWISE, BLOCKWISE._replace(rows=(1, 1), sums_tokens=True),
-    OUTPUT._replace(accumulation="fast"), OUTPUT._replace(family="mx"), OUTPUT._replace(out_itemsize=4),
-)  # fmt: skip
+FAST, MX = OUTPUT._replace(accumulation="fast"), OUTPUT._replace(family="mx")
+EVERY_COLUMN = BLOCKWISE._replace(rows=(1, 1), sums_tokens=True)
+ALL = (OUTPUT, GRAD_WEIGHT, BLOCKWISE, EVERY_COLUMN, FAST, MX, OUTPUT._replace(out_itemsize=4))
 each = pytest.mark.parametrize("gemm", ALL, ids=str)
+# Fields of the tile by the tokens of a group.
+TILES = [
+    *((gemm, ["block_m"], {32: [64], 33: [128]}) for gemm in (OUTPUT, BLOCKWISE, FAST, MX)),
+    *((gemm, ["block_m", "block_n"], {255: [128, 128], 256: [128, 256]}) for gemm in (OUTPUT, BLOCKWISE, FAST)),
+    # Sums of a medium length take narrow tiles.
+    (GRAD_WEIGHT, ["block_n"], {511: [256], 512: [128], 2047: [128], 2048: [256]}),
+]
 
 
 pytestmark = pytest.mark.usefixtures("own_tables")
@@ -48,28 +54,14 @@ def test_what_is_chosen_can_run(gemm, device):
     assert not choose(gemm, copy_engine=False).specialized
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"family": "blockwise", "rows": (1, 128)}, {"accumulation": "fast"}, {"family": "mx"}], ids=str
-)
-def test_few_tokens_a_group_take_small_tiles(changes):
-    gemm = OUTPUT._replace(**changes)
-    few, more = (choose(gemm._replace(tokens=gemm.groups * tokens)).block_m for tokens in (32, 33))
-    assert (few, more) == (64, 128)
-
-
-@pytest.mark.parametrize("gemm", [OUTPUT, BLOCKWISE, OUTPUT._replace(accumulation="fast")], ids=str)
-def test_more_tokens_a_group_take_wide_tiles(gemm):
-    fewer, more = (choose(gemm._replace(tokens=gemm.groups * tokens)) for tokens in (255, 256))
-    assert [(config.block_m, config.block_n) for config in (fewer, more)] == [(128, 128), (128, 256)]
-
-
-def test_sums_of_a_medium_length_take_narrow_tiles():
-    chosen = (choose(GRAD_WEIGHT._replace(tokens=GRAD_WEIGHT.groups * tokens)) for tokens in (511, 512, 2047, 2048))
-    assert [config.block_n for config in chosen] == [256, 128, 128, 256]
+@pytest.mark.parametrize(("gemm", "fields", "expected"), TILES, ids=str)
+def test_tiles_are_as_large_as_the_tokens_of_a_group_are_many(gemm, fields, expected):
+    chosen = {tokens: choose(gemm._replace(tokens=gemm.groups * tokens)) for tokens in expected}
+    assert {tokens: [getattr(config, name) for name in fields] for tokens, config in chosen.items()} == expected
 
 
 def test_scales_of_every_column_take_tall_tiles():
-    assert choose(BLOCKWISE._replace(rows=(1, 1), sums_tokens=True)).block_m == 256
+    assert choose(EVERY_COLUMN).block_m == 256
 
 
 def test_outputs_of_four_bytes_are_stored_in_halves():
@@ -131,8 +123,3 @@ class TestTuned:
         entries, unusable = store.parse(json.dumps(document).encode(), MACHINE)
         assert unusable == 1
         assert at not in entries
-
-    def test_a_row_of_one_gemm_has_no_field_of_groups(self):
-        at = Key(chooser.kind("epilogue", "precise", (1, 1), 2, True, True), 64, 64, 64)
-        (row,) = json.loads(store.dump({at: entry()}, MACHINE))["entries"]
-        assert not {"groups", "experts"} & row.keys()

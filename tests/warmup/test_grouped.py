@@ -8,10 +8,11 @@ import dataclasses
 
 import pytest
 import torch
+from cases import QUANTIZED
 from tuned import stored
 from warmup_jobs import last_is_fastest
 
-from tritonfp8 import recipes, tuning
+from tritonfp8 import tuning
 from tritonfp8.compat import hardware
 from tritonfp8.functional import grouped_linear
 from tritonfp8.launch import gemms
@@ -20,7 +21,6 @@ from tritonfp8.warmup.gemms import GROUPED_MATMUL, GroupedGemmCall, gemm_of
 from tritonfp8.warmup.measure import tune
 from tritonfp8.warmup.record import Call, Recorder
 
-RECIPES = [name for name in recipes.names() if name != "bf16"]
 CPU = torch.device("cpu")
 TOKENS, EXPERTS, N, K = 160, 3, 48, 64
 
@@ -41,7 +41,7 @@ def grouped(calls):
     return [call for call in calls if call.op == GROUPED_MATMUL]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("has_tma", [False, True])
 def test_the_key_is_that_of_the_launch(monkeypatch, recipe, has_tma):
     asked = []
@@ -64,7 +64,7 @@ def test_the_key_is_that_of_the_launch(monkeypatch, recipe, has_tma):
     assert {at.kind.copy_engine for at in asked} == ({True, False} if has_tma and recipe != "mxfp8" else {False})
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_the_fastest_is_chosen_saved_and_not_measured_again(recipe):
     calls = calls_of(recipe)
     done = tune(calls, "cpu", workers=0, timer=last_is_fastest)
@@ -79,7 +79,7 @@ def test_the_fastest_is_chosen_saved_and_not_measured_again(recipe):
     assert (again.entries, again.skipped) == ({}, len(wanted))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_operands_are_normal_data_of_the_recorded_layout_in_groups_of_different_sizes(recipe):
     for call in grouped(calls_of(recipe)):
         args = gemm_of(call, CPU).operands(CPU)

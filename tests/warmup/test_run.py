@@ -12,10 +12,10 @@ import time
 import pytest
 import torch
 import warmup_jobs
+from cases import QUANTIZED
 from tuned import layer_products, stored
 from warmup_jobs import SHAPES, Touch, choices, last_is_fastest
 
-from tritonfp8 import recipes
 from tritonfp8.compat import hardware
 from tritonfp8.tuning import store
 from tritonfp8.tuning.matmul_space import space
@@ -24,9 +24,9 @@ from tritonfp8.warmup.measure import OpJob
 from tritonfp8.warmup.ranks import Ranks
 from tritonfp8.warmup.workers import run_jobs
 
-RECIPES = [name for name in recipes.names() if name != "bf16"]
 CPU = torch.device("cpu")
 JOBS = [sys.executable, warmup_jobs.__file__]
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
 
 pytestmark = [pytest.mark.usefixtures("home"), pytest.mark.one_in(3)]
@@ -217,7 +217,8 @@ class TestWarmUp:
             ({"recipes": ["bf16"]}, "nothing to warm up"),
             ({"dtype": "int8"}, "dtype must be one of"),
             ({"model": "8b"}, "no model is named '8b'"),
-            ({"device": "cuda:7"}, "needs a CUDA GPU with FP8 tensor cores"),
+            ({"device": "cuda:7"}, r"needs a CUDA GPU with FP8 tensor cores \(sm_89 or later\)"),
+            pytest.param({"device": None}, "needs a CUDA GPU", marks=NO_GPU),
             ({"model": "tiny", "tokens": [(1, 10**6)]}, "seq_len must be at most"),
         ],
     )
@@ -242,11 +243,6 @@ class TestWarmUp:
             with pytest.raises((ValueError, TypeError), match="must be"):
                 self.warm_up(**{name: value})
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-    def test_without_a_gpu_it_says_what_is_needed(self):
-        with pytest.raises(ValueError, match=r"needs a CUDA GPU with FP8 tensor cores \(sm_89 or later\)"):
-            warmup.warm_up(shapes=SHAPES)
-
 
 @pytest.mark.gpu
 class TestOnGpu:
@@ -256,7 +252,7 @@ class TestOnGpu:
         "requires_grad=True); out = layer(x); out.backward(torch.randn_like(out)); torch.cuda.synchronize()"
     )
 
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", QUANTIZED)
     def test_the_first_step_compiles_nothing(self, recipe, tmp_path, monkeypatch):
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
         report = warmup.warm_up(shapes=[(640, 384, 512)], recipes=[recipe], workers=2)

@@ -1,8 +1,8 @@
 import json
 import math
 import runpy
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -59,11 +59,6 @@ def test_the_faster_round_counts_and_a_failed_one_is_not_hidden():
     assert compare.faster(failed, rows[1])["reason"] == failed["reason"]
 
 
-def test_rounds_are_for_speeds():
-    with pytest.raises(ValueError, match="losses are the same in each; got 2 rounds"):
-        compare.Settings("tiny", ("rowwise",), 3, 1, 16, dp=1, losses=True, rounds=2)
-
-
 on_ranks = pytest.mark.xdist_group("ranks")
 
 
@@ -105,12 +100,7 @@ def test_bytes_are_those_of_the_parameters(measured):
         assert gathered["all_gather"] <= 0.52 * rows["bf16"]["bytes"]["all_gather"]
         # The amaxes, beside what clips the gradients.
         assert gathered["all_reduce"] > rows["bf16"]["bytes"]["all_reduce"] > 0
-
-
-@on_ranks
-def test_bytes_of_weights_and_optimizer_state(measured):
-    _, rows = measured
-    for name in ("tensorwise", "rowwise"):
+        # Of weights and optimizer state.
         assert rows[f"{name}, FP8 all-gather"]["bytes_a_linear_parameter"] == pytest.approx(12, rel=1e-3)
         stored = f"{name}, stored in 8 bits, fp8 moments"
         # Code and two moments, with their scales.
@@ -157,20 +147,16 @@ def test_who_could_not_be_measured_says_why_and_the_rest_goes_on(measured):
 
 def in_threads(*functions, grace=0.2, patience=20):
     """``function(ranks)`` of each rank; what each returned or raised."""
-    store, found = dist.HashStore(), [None] * len(functions)
+    store = dist.HashStore()
 
     def work(rank):
         try:
-            found[rank] = functions[rank](Ranks(rank, len(functions), store, patience, grace))
+            return functions[rank](Ranks(rank, len(functions), store, patience, grace))
         except RuntimeError as error:
-            found[rank] = error
+            return error
 
-    threads = [threading.Thread(target=work, args=[rank]) for rank in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(work, range(len(functions))))
 
 
 def fail(ranks):
@@ -263,7 +249,10 @@ def test_runs_of_other_settings_have_other_folders(given, name):
         assert distributed.default_folder(settings, "cuda") == Path("results") / name
 
 
-@pytest.mark.parametrize("lr", [0.0, -1e-4, math.inf, math.nan])
-def test_a_learning_rate_is_positive_and_finite(lr):
-    with pytest.raises(ValueError, match=f"lr must be positive and finite; got {lr}"):
-        Settings("tiny", ("rowwise",), 3, 1, 16, dp=1, lr=lr)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"losses": True, "rounds": 2}, "losses are the same in each; got 2 rounds"),
+    *(({"lr": lr}, f"lr must be positive and finite; got {lr}") for lr in (0.0, -1e-4, math.inf, math.nan)),
+])  # fmt: skip
+def test_settings_that_mean_nothing_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Settings("tiny", ("rowwise",), 3, 1, 16, dp=1, **given)

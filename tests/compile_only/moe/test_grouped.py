@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from compile_target import compile_launch, note_launches
 from matmul_compiles import HOPPER_SHARED_BYTES
 from tuned import H200
 
@@ -29,16 +28,9 @@ STRIDED = empty(2 * GROUPS, dtype=torch.int32)[::2]
 
 
 @pytest.fixture
-def compiled(monkeypatch):
-    """What a call would launch on a device of compute capability ``cc``, compiled: kernels and reports."""
-
-    def compile_(cc, call):
-        hopper = {"has_tma": cc >= 90, "has_warpgroup_mma": cc == 90, "has_native_mx": cc == 100}
-        found = note_launches(monkeypatch, cc, **hopper)
-        call()
-        return [(kernel, compile_launch(cc, kernel, *arguments, **options)) for kernel, arguments, options in found]
-
-    return compile_
+def compiled(compiled):
+    """With the abilities of that GPU."""
+    return lambda cc, call: compiled(cc, call, has_tma=cc >= 90, has_warpgroup_mma=cc == 90, has_native_mx=cc == 100)
 
 
 def check(found, cc):

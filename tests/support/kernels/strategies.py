@@ -8,9 +8,8 @@ from tritonfp8.recipes import Gemm, Recipe
 from tritonfp8.specs import ACCUMULATIONS, BLOCKS, QuantSpec
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
-COMBINATIONS = list(
-    itertools.product(FORMATS, BLOCKS, SCALE_FORMATS, sorted({r for f in SCALE_FORMATS.values() for r in f.roundings}))
-)
+ROUNDINGS = sorted({rounding for scale_format in SCALE_FORMATS.values() for rounding in scale_format.roundings})
+COMBINATIONS = list(itertools.product(FORMATS, BLOCKS, SCALE_FORMATS, ROUNDINGS))
 VALID_SPECS = [
     QuantSpec(format, block, scale_format, rounding)
     for format, block, scale_format, rounding in COMBINATIONS
