@@ -1,11 +1,13 @@
 """Host time of repeated calls, in microseconds, on the stub of the CUDA driver: the time before the driver is called.
 
-    python tests/compile_only/host_time.py [package ...]
+    python tests/compile_only/host_time.py [--rounds N] [package ...]
 
-Several packages (such as an older version whose modules were renamed, on PYTHONPATH) are measured in turn, so that a
+Several packages (such as a later version whose modules were renamed, on PYTHONPATH) are measured in turn, so that a
 busy machine slows all alike. Printed is the median of the fastest tenth of all rounds.
 """
 
+import argparse
+import functools
 import gc
 import importlib
 import os
@@ -18,29 +20,31 @@ import time
 import stub
 
 IN_STUB = "TRITONFP8_ON_STUB"
-ROUNDS, CALLS = 400, 50
+CALLS = 50
 
 
 def cases(package):
     """Calls of a package by name."""
-    casts, gemms, recipes = (
-        importlib.import_module(f"{package}.{n}") for n in ("launch.casts", "launch.gemms", "recipes")
-    )
+    launches, recipes = (importlib.import_module(f"{package}.{name}") for name in ("launch", "recipes"))
     import torch
 
+    call = launches.LAUNCHES
     x, w = (torch.randn(n, 512).bfloat16() for n in (256, 512))
     found = {}
     for name in ("rowwise", "blockwise"):
         gemm = recipes.get(name).output
-        spec, spec_b = gemm.lhs.args, gemm.rhs.args
-        a, b = casts.quantize(x, *spec), casts.quantize(w, *spec_b)
-        args = (*a, *spec, *b, *spec_b, None, None, None, torch.bfloat16, "precise")
-        full = (*args[:6], torch.randn(512), "gelu", torch.randn(256, 512), torch.bfloat16, "precise")
-        found[f"GEMM {name}"] = lambda args=args, f=gemms.scaled_matmul: f(*args)
-        found[f"GEMM {name}, epilogue"] = lambda args=full, f=gemms.scaled_matmul: f(*args)
-        found[f"quantize {name}"] = lambda s=spec, f=casts.quantize: f(x, *s)
-        found[f"quantize transposed {name}"] = lambda s=spec, f=casts.quantize: f(x, *s, True)
-        found[f"quantize both {name}"] = lambda s=spec, f=casts.quantize_both: f(x, *s, *s)
+        (spec,), (spec_b,) = gemm.lhs.args, gemm.rhs.args
+        a, b = call["quantize"](x, spec), call["quantize"](w, spec_b)
+        plain = (*a, spec, *b, spec_b, None, None, None, torch.bfloat16, "precise")
+        full = (*plain[:6], torch.randn(512), "gelu", torch.randn(256, 512), torch.bfloat16, "precise")
+        for label, op, args in (
+            ("GEMM", "scaled_matmul", plain),
+            ("GEMM, epilogue", "scaled_matmul", full),
+            ("quantize", "quantize", (x, spec)),
+            ("quantize transposed", "quantize", (x, spec, True)),
+            ("quantize both", "quantize_both", (x, spec, spec)),
+        ):
+            found[f"{label} {name}"] = functools.partial(call[op], *args)
     return found
 
 
@@ -52,10 +56,10 @@ def microseconds(call):
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
-def measure(packages):
+def measure(packages, count):
     stub.patch()
     for package in packages:
-        stub.patch_abilities(importlib.import_module(f"{package}.hardware"))
+        stub.patch_abilities(importlib.import_module(f"{package}.compat.hardware"))
     by_package = [cases(package) for package in packages]
     gc.disable()
     print(f"{'':32}" + "".join(f"{package:>14}" for package in packages))
@@ -63,18 +67,22 @@ def measure(packages):
         calls = [of_package[name] for of_package in by_package]
         for call in calls * 2:
             call()
-        rounds = [[microseconds(call) for call in calls] for _ in range(ROUNDS)]
-        fastest = [statistics.median(sorted(times)[: ROUNDS // 10]) for times in zip(*rounds, strict=True)]
+        rounds = [[microseconds(call) for call in calls] for _ in range(count)]
+        fastest = [statistics.median(sorted(times)[: count // 10]) for times in zip(*rounds, strict=True)]
         print(f"{name:32}" + "".join(f"{t:14.2f}" for t in fastest), flush=True)
 
 
-def main(packages):
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("packages", nargs="*", default=["tritonfp8"])
+    parser.add_argument("--rounds", type=int, default=400, help="at least 10 [default: 400]")
+    asked = parser.parse_args()
     if IN_STUB in os.environ:
-        return measure(packages)
+        return measure(asked.packages, asked.rounds)
     with tempfile.TemporaryDirectory() as folder:
         environment = {**stub.environment(folder), IN_STUB: "1"}
-        subprocess.run([sys.executable, __file__, *packages], env=environment, check=True)
+        subprocess.run([sys.executable, __file__, *sys.argv[1:]], env=environment, check=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["tritonfp8"])
+    main()

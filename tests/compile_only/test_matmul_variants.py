@@ -97,6 +97,7 @@ def test_every_element_format_compiles_for_every_target(family, element, tma, cc
     options = {"element": element, "cc": cc, "tma": tma and cc >= 90, **promotion(family, "precise")}
     report = compile_tiles(family, config, ROWS[family][0], **options)
     assert instruction in report.ptx
+    assert f".target sm_{cc}{'a' if cc >= 90 else ''}" in report.ptx
     if family != "mx" and cc < 100:
         names = [NAMES[e] for e in element]
         assert ".".join(reversed(names) if config.swap else names) in report.ptx

@@ -1,4 +1,4 @@
-"""The scripts of the Makefile find what they import, with the PYTHONPATH that it gives them."""
+"""The scripts of the Makefile find what they import with the PYTHONPATH that it gives them; host times are measured."""
 
 import os
 import re
@@ -24,3 +24,11 @@ def test_a_script_imports(path, script):
     lines = f"import sys; sys.path.insert(0, {os.path.dirname(script)!r}); {program}"
     done = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_host_times_are_measured_without_a_gpu():
+    command = [sys.executable, "tests/compile_only/host_time.py", "--rounds", "10"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[0].split() == ["tritonfp8"]
+    assert len(lines) == 11
+    assert all(float(line.split()[-1]) > 0 for line in lines[1:])
