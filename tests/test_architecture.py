@@ -34,6 +34,7 @@ from architecture import (
     size_violations,
     stride_violations,
     string_violations,
+    total_violations,
     violations,
 )
 from packaging.requirements import Requirement
@@ -100,6 +101,12 @@ def test_a_room_that_grows_or_leaves_its_limit_behind_fails(lines, limit):
     found = room_violations([sample(source="\n" * lines)] if lines else [], limits)
     assert found == [f"launch has {lines} lines, and ROOM_LINES allows {limit or 0}"]
     assert not room_violations([sample(source="\n" * lines)], {"launch": lines + 9})
+
+
+def test_the_tests_keep_to_their_lines():
+    assert total_violations(modules_below("tests", ("tests",))) == []
+    found = total_violations([sample(source="\n" * 11)], 10)
+    assert found == ["tests have 11 lines, and TEST_LINES allows 10"]
 
 
 def test_the_hook_runs_all_rules_without_torch():

@@ -18,7 +18,13 @@ from .code_rules import (
 )
 from .import_rules import export_violations, hidden_violations, import_violations, string_violations
 from .modules import LAYERS, ROOT, Module, imported_modules, modules_below, package
-from .size_rules import class_name_violations, folder_violations, room_violations, size_violations
+from .size_rules import (
+    class_name_violations,
+    folder_violations,
+    room_violations,
+    size_violations,
+    total_violations,
+)
 
 RULES = (
     import_violations, string_violations, hidden_violations, folder_violations, kernel_violations, device_violations,
@@ -41,5 +47,5 @@ __all__ = [
     "frozen_violations", "hidden_violations", "import_violations", "imported_modules", "inverse_scale_violations",
     "kernel_violations",
     "modules_below", "package", "pickle_violations", "private_violations", "room_violations", "schema_violations",
-    "size_violations", "stride_violations", "string_violations", "violations",
+    "size_violations", "stride_violations", "string_violations", "total_violations", "violations",
 ]  # fmt: skip

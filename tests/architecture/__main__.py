@@ -4,8 +4,9 @@ import sys
 
 from docs import house
 
-from . import RULES, package, room_violations, violations
+from . import RULES, modules_below, package, room_violations, total_violations, violations
 
 found = [line for rule in RULES for line in violations(rule)] + room_violations(package()) + house.outdated()
+found += total_violations(modules_below("tests", ("tests",)))
 print("\n".join(found) or "all rules are kept")
 sys.exit(bool(found))

@@ -78,6 +78,10 @@ ROOM_LINES = {
 }
 
 
+# The most lines of all tests; as a number of ROOM_LINES.
+TEST_LINES = 45_300
+
+
 def room_violations(modules, limits=None):
     """Rooms with more lines than their limit; and limits that lie a tenth, and 30 lines, above: they follow down."""
     limits = ROOM_LINES if limits is None else limits
@@ -89,3 +93,9 @@ def room_violations(modules, limits=None):
         for room in sorted({*lines, *limits})
         if not min(0.9 * (limit := limits.get(room, 0)), limit - 30) <= lines[room] <= limit
     ]
+
+
+def total_violations(modules, limit=TEST_LINES):
+    """The tests, if they have more lines than their limit, or a tenth fewer."""
+    lines = sum(len(module.source.splitlines()) for module in modules)
+    return [] if 0.9 * limit <= lines <= limit else [f"tests have {lines} lines, and TEST_LINES allows {limit}"]
