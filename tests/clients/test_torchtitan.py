@@ -126,7 +126,7 @@ def test_example(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert losses[-1] < losses[0]
-    assert "10 converted, 0 skipped" in done.stderr
+    assert "10 gathered in 8 bits, 0 skipped" in done.stderr
 
 
 class TestConfigs:
