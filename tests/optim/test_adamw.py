@@ -252,7 +252,7 @@ def test_a_check_of_the_step_reads_codes():
         train(model, optimizer, 1)
     assert str(check) == "4 of 4 trainable weights moved in the step"
     optimizer = AdamW(model.parameters(), lr=1e-9, rounding="nearest")
-    error = pytest.raises(VerificationError, match=r"\*\.weight \(2x\): it got a gradient and did not change")
+    error = pytest.raises(VerificationError, match=r"0\.weight, 2\.weight: it got a gradient and did not change")
     with error, tritonfp8.verify_training(model, optimizer):
         train(model, optimizer, 1)
 
