@@ -114,20 +114,15 @@ class Monitor:
         """
         if not self._open:
             raise RuntimeError("stats.step() belongs into the block: with tritonfp8.monitor(model) as stats")
-        self._has_run = self._has_run or self._observer.has_run
+        self._has_run = self._has_run or not self._is_sampling or self._observer.has_run
         if self._has_run:
             self._end()
             self.next_step += 1
             self._begin()
         self._collect(wait=False)
 
-    @property
-    def _is_sample(self) -> bool:
-        return self.next_step % self.every == 0
-
     def _begin(self) -> None:
-        # Before layers have run, only the observer knows whether a call of step ends a step.
-        if self._is_sample or not self._has_run:
+        if self.next_step % self.every == 0:
             self._observer.start()
             self._is_sampling = True
 
@@ -137,7 +132,7 @@ class Monitor:
         self._is_sampling = False
         has_run = self._observer.has_run
         measured = self._observer.stop()
-        if has_run and self._is_sample:
+        if has_run:
             self._pending.append(_Pending(self.next_step, measured))
 
     def _collect(self, wait: bool) -> None:
