@@ -7,9 +7,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 V = TypeVar("V", bound=Hashable)
 
-
 # What torch.compile, checkpointing and FSDP put into the names of modules. A state_dict has it, a checkpoint not.
-_INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 class Repeated(NamedTuple, Generic[V]):
@@ -28,7 +27,7 @@ class Repeated(NamedTuple, Generic[V]):
 
 def unwrapped(name: str) -> str:
     """A name as it is without ``torch.compile``, checkpointing and FSDP around a module."""
-    return ".".join(part for part in name.split(".") if part not in _INSERTED)
+    return ".".join(part for part in name.split(".") if part not in INSERTED)
 
 
 def repeated(rows: Iterable[tuple[str, V]]) -> list[Repeated[V]]:
@@ -48,10 +47,11 @@ def repeated(rows: Iterable[tuple[str, V]]) -> list[Repeated[V]]:
     ]
 
 
-def columns(rows: list[tuple[str, str]]) -> list[str]:
-    """Lines of two columns."""
-    width = max((len(name) for name, _ in rows), default=0)
-    return [f"{name:<{width}}  {what}" for name, what in rows]
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns. A row may have fewer cells than the first; its last cell may be longer than its column."""
+    longest = len(rows[0]) if rows else 0
+    widths = [max(len(row[i]) for row in rows if i < len(row) - 1 or len(row) == longest) for i in range(longest)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
 
 
 def listed(names: Iterable[str], limit: int = 8) -> str:

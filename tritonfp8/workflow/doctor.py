@@ -271,14 +271,18 @@ def _print_self_tests(console: Console, device: torch.device) -> bool:
 
 def _summed_up(checks: Iterable[Check]) -> Iterator[tuple[str, list[str]]]:
     """What self-tests that passed found, with the names of their ops; of figures in dB the lowest."""
-    groups: dict[str, list[Check]] = {}
+    groups: dict[str, list[tuple[str, Check]]] = {}
     for check in checks:
-        groups.setdefault(_FIGURE.sub("", check.detail.partition(" in ")[0]), []).append(check)
+        found = check.detail.partition(" in ")[0]
+        groups.setdefault(_FIGURE.sub("", found), []).append((found, check))
     for its in groups.values():
-        figures = [figure for check in its if (figure := _FIGURE.match(check.detail))]
-        lowest = f"{min(float(figure[1]) for figure in figures):.1f} dB " if figures else ""
-        rest = _FIGURE.sub("", its[0].detail.partition(" in ")[0])
-        yield lowest + rest, [*dict.fromkeys(check.name.split()[0] for check in its)]
+        lowest = min((found for found, _ in its), key=_decibels)
+        yield lowest, [*dict.fromkeys(check.name.split()[0] for _, check in its)]
+
+
+def _decibels(found: str) -> float:
+    figure = _FIGURE.match(found)
+    return float(figure[1]) if figure else 0.0
 
 
 def _print_accumulation(console: Console, device: torch.device) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tritonfp8.compat.counting import KINDS
 from tritonfp8.recipes import GEMMS
-from tritonfp8.specs.naming import reasons, repeated
+from tritonfp8.specs.naming import columns, reasons, repeated
 
 ON_FAILURE = ("raise", "warn")
 # In place of a recipe: GEMMs of a layer that was not converted, and of a converted layer's weight outside of the layer.
@@ -214,15 +214,7 @@ class VerificationReport:
             rows.append((each.label or "(the model)", recipe, calls, share, *gemms))
         if all(layer.calls == 1 for layer in self.layers.values()):
             rows = [(*row[:2], *row[3:]) for row in rows]
-        return "\n".join([self.summary, *_lines(rows), *([self.message()] if self.failures else [])])
-
-
-def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns; the last cell of a row may be longer than its column."""
-    widths = [
-        max(len(row[i]) for row in rows if i < len(row) - 1 or len(row) == len(rows[0])) for i in range(len(rows[0]))
-    ]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
+        return "\n".join([self.summary, *columns(rows), *([self.message()] if self.failures else [])])
 
 
 def _cell(gemm: GemmReport | None, of_one_kind: bool) -> str:

@@ -95,6 +95,6 @@ def write(folder, path=REPORTS):
     new = [json.dumps(each) for digest, each in found.items() if digest not in before]
     others = len([each for each in new if each not in known])
     return (
-        f"{len(found)} reports; {len(new)} kernels have another source than before, of which {others} have other "
-        "registers, spills or instructions"
+        f"{len(found)} reports; kernels of another source than before: {len(new)}; with other registers, spills or "
+        f"instructions: {others}"
     )

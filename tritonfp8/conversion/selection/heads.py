@@ -14,11 +14,10 @@ from typing import Any
 from torch import nn
 
 from tritonfp8.layers.linear import is_conv1d
+from tritonfp8.specs.naming import INSERTED
 
 # What wrappers put into a name: torch.compile, FSDP1, checkpointing, DDP, peft.
-WRAPPERS = {
-    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "base_layer", "original_module",
-}  # fmt: skip
+WRAPPERS = {*INSERTED, "module", "base_layer", "original_module"}
 # peft appends the name of an adapter to this.
 COPIES = "modules_to_save"
 ASKED = ("get_output_embeddings", "get_classifier")

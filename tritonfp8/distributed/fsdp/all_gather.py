@@ -87,10 +87,9 @@ class Float8AllGather:
         self._batches: list[Batch] = []
         # Weights whose amaxes were reduced outside of the model's forward, and are not gathered yet.
         self._fresh: set[str] = set()
-        # Weights that the user was told of.
-        # Reasons by name, and the names that a warning had.
-        self._forbidden: dict[str, str] = {}
+        # Weights that the user was told of, and reasons of others, for the next warning.
         self._told: set[str] = set()
+        self._untold: dict[str, str] = {}
         self._agreement = Agreement()
         self._released = False
         self._evaluated: GatheredInEvaluation | None = None
@@ -283,7 +282,8 @@ class Float8AllGather:
                 managed.gather_values()
             elif managed.gather_by_hooks(weight):
                 gathered[id(managed.group)] = managed
-        self._warn_of_forbidden()
+        if self._untold:
+            self._tell()
         if changed:
             self.key = register_source(self, self.key)
             self._batches = self._new_batches()
@@ -309,16 +309,16 @@ class Float8AllGather:
             # Nothing is gathered, and FSDP takes a shard for the whole.
             return False
         reason = OTHER_DIM if managed.shard_dim != 0 else FEWER if managed.reshards_to_fewer else None
-        if reason is not None:
-            self._forbidden.setdefault(weight.name, reason)
+        if reason is not None and weight.name not in self._told:
+            self._untold[weight.name] = reason
         return reason is None
 
-    def _warn_of_forbidden(self) -> None:
+    def _tell(self) -> None:
         """Warn once of all weights that the way in which they are sharded keeps in high precision."""
-        if found := [(name, reason) for name, reason in self._forbidden.items() if name not in self._told]:
-            self._told.update(self._forbidden)
-            what = "weights are gathered in high precision, not in 8 bits"
-            warnings.warn("\n  ".join([f"{what}:", *reasons(found)]), stacklevel=2)
+        what = "weights are gathered in high precision, not in 8 bits"
+        warnings.warn("\n  ".join([f"{what}:", *reasons(self._untold.items())]), stacklevel=2)
+        self._told.update(self._untold)
+        self._untold = {}
 
     def _describe(self) -> None:
         """Prepare for the check that all ranks gather alike, which every rank makes in each forward."""
