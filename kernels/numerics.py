@@ -36,6 +36,19 @@ def magnitudes(x):
 
 
 @triton.jit
+def larger_or_nan(a, b):
+    """The maximum of two floats, NaN if one is: an instruction, where a maximum of bits takes two."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def magnitudes_of_codes(x):
+    """Magnitudes of dequantized codes, float32, as bfloat16 in int16: exact from 2^-126 on, below that rounded up."""
+    bits = magnitude_bits(x)
+    return ((bits >> 16) | ((bits & 0xFFFF) != 0).to(tl.int32)).to(tl.int16)
+
+
+@triton.jit
 def amax_bits(values, dtype: tl.constexpr):
     """Magnitudes of ``dtype`` -> float32 bits."""
     if values.dtype == tl.int16:
@@ -59,8 +72,11 @@ def _larger(a, b):
 
 @triton.jit
 def reduce_max(values, AXIS: tl.constexpr, KEEP_DIMS: tl.constexpr = False):
-    """``tl.max`` of integers in their own width; ``tl.max`` itself widens 16-bit integers to 32 bits."""
-    return tl.reduce(values, AXIS, _larger, keep_dims=KEEP_DIMS)
+    """``tl.max`` of integers in their own width, which ``tl.max`` widens to 32 bits; or of floats, keeping NaN."""
+    if values.dtype.is_floating():
+        return tl.reduce(values, AXIS, larger_or_nan, keep_dims=KEEP_DIMS)
+    else:
+        return tl.reduce(values, AXIS, _larger, keep_dims=KEEP_DIMS)
 
 
 @triton.jit

@@ -54,15 +54,28 @@ def grad_of_gate(grad, gate, up):
 
 @triton.jit
 def load_rows(source, start, count, within, cols, mask, SOURCE: tl.constexpr, EVEN: tl.constexpr):
-    """Rows ``within`` of a group. SOURCE: ``rows`` of x, or rows that are ``picked``; ``scaled`` by their factors."""
-    if SOURCE == "rows":
-        pointers = source.x_ptr + start.to(tl.int64) * source.stride_m + within.to(tl.int64)[:, None] * source.stride_m
+    """Rows ``within`` of a group.
+
+    SOURCE: ``rows`` of x, or rows that are ``picked``, or picked and ``scaled`` by their factors. ``codes`` of x and
+    ``cast``, values whose codes have known scales, are rows of x, too: :func:`values_by_scales` reads them.
+    """
+    if SOURCE == "codes":
+        # A masked load of 8-bit elements does not always fill in zeros (Triton 3.6, H200): they are written.
+        start_of = source.x_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+        rows = start_of + start.to(tl.int64) * source.stride_m + within.to(tl.int64)[:, None] * source.stride_m
+        pointers = rows + cols.to(tl.int64)[None, :] * source.stride_n
+        codes = tl.load(pointers) if EVEN else tl.where(mask, tl.load(pointers, mask=mask, other=0), 0)
+        return codes.to(source.x_ptr.dtype.element_ty, bitcast=True)
     else:
-        row = tl.load(source.picked_ptr + start + within, mask=within < count, other=0)
-        pointers = source.x_ptr + row.to(tl.int64)[:, None] * source.stride_m
-    x = load_masked(pointers + cols.to(tl.int64)[None, :] * source.stride_n, mask, EVEN)
-    if SOURCE == "scaled":
-        factors = tl.load(source.factors_ptr + start + within, mask=within < count, other=0.0).to(tl.float32)
-        return (x.to(tl.float32) * factors[:, None]).to(x.dtype)
-    else:
-        return x
+        if SOURCE == "rows" or SOURCE == "cast":
+            rows = source.x_ptr + start.to(tl.int64) * source.stride_m
+            pointers = rows + within.to(tl.int64)[:, None] * source.stride_m
+        else:
+            row = tl.load(source.picked_ptr + start + within, mask=within < count, other=0)
+            pointers = source.x_ptr + row.to(tl.int64)[:, None] * source.stride_m
+        x = load_masked(pointers + cols.to(tl.int64)[None, :] * source.stride_n, mask, EVEN)
+        if SOURCE == "scaled":
+            factors = tl.load(source.factors_ptr + start + within, mask=within < count, other=0.0).to(tl.float32)
+            return (x.to(tl.float32) * factors[:, None]).to(x.dtype)
+        else:
+            return x

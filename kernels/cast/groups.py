@@ -11,9 +11,20 @@ from tritonfp8.kernels.cast.group_rows import (
     rows_of,
     swiglu,
 )
-from tritonfp8.kernels.cast.quantize import CastSide, Encoding, quantize_tile, spread_rows, tile_index
+from tritonfp8.kernels.cast.quantize import (
+    CastSide,
+    Encoding,
+    amax_of_codes,
+    given_amax,
+    quantize_tile,
+    spread_rows,
+    store_tile,
+    tile_index,
+    values_by_scales,
+    values_of_codes,
+)
 from tritonfp8.kernels.group_table import FIELDS, bounds_of
-from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max, within_threads
+from tritonfp8.kernels.numerics import amax_bits, magnitudes, magnitudes_of_codes, reduce_max, within_threads
 from tritonfp8.kernels.pdl import begin
 
 
@@ -44,9 +55,11 @@ def group_amax_kernel(
         whole_ptr  [groups]                      amax bits of a group; zero before
 
     A program takes the ALIGNMENT rows of a tile of the table, TILE_M at a time. Programs of one group raise its maxima
-    by atomics: the maximum of integers is the same in every order.
+    by atomics: the maximum of integers is the same in every order. Codes have a scale a row, their factor.
     """
     begin(DEPENDENT)
+    # 16 bits hold the values of codes.
+    DTYPE: tl.constexpr = tl.bfloat16 if SOURCE == "codes" else x_ptr.dtype.element_ty
     source = Source(x_ptr, picked_ptr, factors_ptr, stride_xm, stride_xn)
     L: tl.constexpr = TILE_M // R
     pid_m, pid_n = tile_index(tl.program_id(0), blocks * ALIGNMENT, N, ALIGNMENT, TILE_N, 1)
@@ -58,20 +71,22 @@ def group_amax_kernel(
         first = place * ALIGNMENT
         row_maxima = row_ptr + pid_n.to(tl.int64) * stride_part + start
         # Zeros of the dtype of the magnitudes.
-        highest = tl.zeros((L, TILE_N), magnitudes(tl.zeros((1,), x_ptr.dtype.element_ty)).dtype)
+        highest = tl.zeros((L, TILE_N), magnitudes(tl.zeros((1,), DTYPE)).dtype)
         for part in range(first, tl.minimum(first + ALIGNMENT, count), TILE_M):
             within = part + tl.arange(0, TILE_M)
             mask = (within < count)[:, None] & (cols < N)[None, :]
             x = load_rows(source, start, count, within, cols, mask, SOURCE, False)
-            values = magnitudes(x)
+            if SOURCE == "codes":
+                scale = tl.load(factors_ptr + start + within, mask=within < count, other=0.0)
+                values = magnitudes_of_codes(x.to(tl.float32) * scale[:, None])
+            else:
+                values = magnitudes(x)
             if ROW:
                 tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
             if COL or WHOLE:
                 highest = tl.maximum(highest, within_threads(values, R))
         if (COL or WHOLE) and (tile < blocks) & (count > first):
-            _raise_maxima(
-                highest, col_ptr, whole_ptr, group, cols, cols < N, N, x_ptr.dtype.element_ty, COL, WHOLE
-            )  # fmt: skip
+            _raise_maxima(highest, col_ptr, whole_ptr, group, cols, cols < N, N, DTYPE, COL, WHOLE)
 
 
 @triton.jit
@@ -147,10 +162,13 @@ def quantize_groups_kernel(
     QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
     E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
     NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, MATRICES: tl.constexpr,
-    SOURCE: tl.constexpr, EVEN: tl.constexpr,
+    SOURCE: tl.constexpr, CODES: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize each group of rows of ``x``, its transpose, or both, in one pass over ``x``.
+
+    With CODES the transpose is quantized from the codes of the other result: from those that were just made; else from
+    ``x``, which has the codes, or values that codes are made of, with the scales at ``s_ptr``.
 
     All strides and blocks are in the coordinates of ``x``. With MATRICES each group has ``rows`` rows. Else the table
     of aligned tiles says which rows a tile has, and the transposed result is a tensor of groups of columns: tile t
@@ -168,36 +186,48 @@ def quantize_groups_kernel(
     if not EVEN:
         mask = mask & (cols < N)[None, :]
     WHOLE: tl.constexpr = EVEN and MATRICES
+    side = CastSide(
+        q_ptr + start.to(tl.int64) * stride_qm,
+        of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
+        of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
+        count if ROWS == 1 and not MATRICES else groups_m,
+        groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an,
+    )  # fmt: skip
+    encoding: tl.constexpr = Encoding(
+        ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST, PARTS
+    )
     if NORMAL:
         x = load_rows(source, start, count, within, cols, mask, SOURCE, WHOLE)
-        quantize_tile(
-            x, place, pid_n, place == 0, count, N,
-            CastSide(
-                q_ptr + start.to(tl.int64) * stride_qm,
-                of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
-                of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
-                count if ROWS == 1 and not MATRICES else groups_m,
-                groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an,
-            ),
-            Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST, PARTS),
-            False, WHOLE, R,
-        )  # fmt: skip
+        q, scale = quantize_tile(x, place, pid_n, place == 0, count, N, side, encoding, False, WHOLE, R)
     if TRANSPOSED:
-        x = load_rows(source, start, count, within, cols, mask, SOURCE, WHOLE)
         # Of groups of columns by their absolute place, whose alignment is known.
-        quantize_tile(
-            x, place if MATRICES else start // TILE_M + group + place, pid_n, place == 0,
-            rows if MATRICES else blocks * TILE_M, N,
-            CastSide(
-                qt_ptr + group.to(tl.int64) * stride_qtg,
-                st_ptr + group.to(tl.int64) * stride_stg,
-                amax_t_ptr + group.to(tl.int64) * stride_atg,
-                groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn,
-            ),
-            Encoding(ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T,
-                     DIRECT_CAST, PARTS_T),
-            True, EVEN, R,
+        place_t = place if MATRICES else start // TILE_M + group + place
+        height = rows if MATRICES else blocks * TILE_M
+        side_t = CastSide(
+            qt_ptr + group.to(tl.int64) * stride_qtg,
+            st_ptr + group.to(tl.int64) * stride_stg,
+            amax_t_ptr + group.to(tl.int64) * stride_atg,
+            groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn,
         )  # fmt: skip
+        encoding_t: tl.constexpr = Encoding(
+            ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, DIRECT_CAST,
+            PARTS_T,
+        )  # fmt: skip
+        if not CODES:
+            x = load_rows(source, start, count, within, cols, mask, SOURCE, WHOLE)
+            quantize_tile(x, place_t, pid_n, place == 0, height, N, side_t, encoding_t, True, EVEN, R)
+        else:
+            DTYPE: tl.constexpr = qt_ptr.dtype.element_ty
+            if NORMAL:
+                values = values_of_codes(q, scale, encoding, R)
+            else:
+                x = load_rows(source, start, count, within, cols, mask, SOURCE, WHOLE)
+                values = values_by_scales(x, place, pid_n, side, encoding, SOURCE == "codes", DTYPE, R)
+            if PARTS_T:
+                bits = given_amax(values, place_t, pid_n, side_t, encoding_t, R)
+            else:
+                bits = amax_of_codes(values, encoding_t, R)
+            store_tile(values, bits, place_t, pid_n, place == 0, height, N, side_t, encoding_t, True, EVEN, R)
 
 
 @triton.jit

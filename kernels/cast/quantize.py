@@ -155,7 +155,7 @@ def _spread_scale(x, enc, ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexp
     """Multiply a spread tile by the encode factors of its blocks, in the order of :func:`_spread_amax`."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
-    C: tl.constexpr = N if COLS == -1 else COLS
+    C: tl.constexpr = N if COLS == -1 or COLS > N else COLS
     L: tl.constexpr = M // R
     G: tl.constexpr = L if ROWS == -1 else ROWS // R
     if (ROWS == 1 or G == L) and (C == 1 or C == N):
@@ -278,18 +278,44 @@ def quantize_tile(
     """Quantize a spread tile and store it with its scales.
 
     ``is_first``: the tile has the first rows of ``x``. It stores the scales of blocks of all rows.
+
+    Returns:
+        The codes and scales of the tile, in spread order.
     """
+    if ENCODING.PARTS:
+        bits = given_amax(x, pid_m, pid_n, side, ENCODING, R)
+    else:
+        bits = amax_bits(_spread_amax(magnitudes(x), ENCODING.ROWS, ENCODING.COLS, R), x.dtype)
+    return store_tile(x, bits, pid_m, pid_n, is_first, M, N, side, ENCODING, TRANSPOSED, EVEN, R)
+
+
+@triton.jit
+def given_amax(x, pid_m, pid_n, side, ENCODING: tl.constexpr, R: tl.constexpr):
+    """amax bits of the blocks of a spread tile, which the side has, in the order of :func:`_spread_amax`."""
+    group_m = _group_offsets(pid_m, x.shape[0], ENCODING.ROWS)
+    group_n = _group_offsets(pid_n, x.shape[1], ENCODING.COLS)
+    bits = _given_amax(side, group_m, group_n, x.dtype, ENCODING.PARTS)
+    return _spread(bits, R) if ENCODING.ROWS == 1 else bits
+
+
+@triton.jit
+def amax_of_codes(x, ENCODING: tl.constexpr, R: tl.constexpr):
+    """amax bits of the blocks of a spread tile of the values of codes."""
+    return _spread_amax(tl.abs(x), ENCODING.ROWS, ENCODING.COLS, R).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def store_tile(
+    x, bits, pid_m, pid_n, is_first, M, N, side,
+    ENCODING: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """:func:`quantize_tile` by the amax bits of its blocks."""
     ROWS: tl.constexpr = ENCODING.ROWS
     COLS: tl.constexpr = ENCODING.COLS
     TILE_M: tl.constexpr = x.shape[0]
     TILE_N: tl.constexpr = x.shape[1]
     group_m = _group_offsets(pid_m, TILE_M, ROWS)
     group_n = _group_offsets(pid_n, TILE_N, COLS)
-    if ENCODING.PARTS:
-        bits = _given_amax(side, group_m, group_n, x.dtype, ENCODING.PARTS)
-        bits = _spread(bits, R) if ROWS == 1 else bits
-    else:
-        bits = amax_bits(_spread_amax(magnitudes(x), ROWS, COLS, R), x.dtype)
     enc, scale = encode(bits, ENCODING.QMAX, ENCODING.EMAX, ENCODING.QMAX_MANTISSA, ENCODING.E8M0, ENCODING.POW2)
     scaled = _spread_scale(x.to(tl.float32), enc, ROWS, COLS, R)
     if not ENCODING.DIRECT_CAST:
@@ -311,6 +337,42 @@ def quantize_tile(
         _store_blocks(
             side.s_ptr, in_order, group_m, group_n, side.groups_m, side.groups_n, side.stride_sm, side.stride_sn
         )
+    return q, scale
+
+
+@triton.jit
+def values_of_codes(q, scale, ENCODING: tl.constexpr, R: tl.constexpr):
+    """A spread tile of codes times the scales of its blocks, float32."""
+    factors = decode_e8m0(scale) if ENCODING.E8M0 else scale
+    return _spread_scale(q.to(tl.float32), factors, ENCODING.ROWS, ENCODING.COLS, R)
+
+
+@triton.jit
+def values_by_scales(
+    x, pid_m, pid_n, side, ENCODING: tl.constexpr, CODES: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr
+):
+    """The values of a spread tile of codes, float32; without CODES ``x`` is quantized first, to DTYPE by the scales."""
+    group_m = _group_offsets(pid_m, x.shape[0], ENCODING.ROWS)
+    # A tile may be a part of its block.
+    group_n = (
+        pid_n * x.shape[1] // ENCODING.COLS + tl.arange(0, 1)
+        if x.shape[1] < ENCODING.COLS
+        else _group_offsets(pid_n, x.shape[1], ENCODING.COLS)
+    )
+    mask = (group_m < side.groups_m)[:, None] & (group_n < side.groups_n)[None, :]
+    offsets = group_m.to(tl.int64)[:, None] * side.stride_sm + group_n.to(tl.int64)[None, :] * side.stride_sn
+    # 1 beyond the edge, so that zeros there stay zeros.
+    scale = tl.load(side.s_ptr + offsets, mask=mask, other=127 if ENCODING.E8M0 else 1.0)
+    scale = _spread(scale, R) if ENCODING.ROWS == 1 else scale
+    if not CODES:
+        factors = decode_e8m0(scale) if ENCODING.E8M0 else scale
+        # Exact: the scales are powers of two.
+        enc = tl.div_rn(tl.full(factors.shape, 1.0, tl.float32), factors)
+        x = _spread_scale(x.to(tl.float32), enc, ENCODING.ROWS, ENCODING.COLS, R)
+        if not ENCODING.DIRECT_CAST:
+            x = round_to_format(saturate(x, ENCODING.QMAX), ENCODING.MANTISSA_BITS, ENCODING.EMIN)
+        x = x.to(DTYPE)
+    return values_of_codes(x, scale, ENCODING, R)
 
 
 @triton.jit

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.cast.quantize import CastSide, Encoding, load_masked, quantize_tile
+from tritonfp8.kernels.cast.quantize import CastSide, Encoding, load_masked, quantize_tile, values_of_codes
 from tritonfp8.kernels.names import DISABLE_LICM
-from tritonfp8.kernels.numerics import magnitudes, reduce_max
+from tritonfp8.kernels.numerics import larger_or_nan, magnitudes, magnitudes_of_codes, reduce_max
 from tritonfp8.kernels.pdl import begin
 
 
@@ -14,12 +14,14 @@ def quantize_rows_kernel(
     x_ptr, q_ptr, s_ptr, col_ptr, rows, N, tiles, chunks, stride_part, stride_xm, stride_qm, stride_sm,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
-    DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
+    DIRECT_CAST: tl.constexpr, CODES: tl.constexpr, EVEN: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize matrices of ``rows`` rows each, one below the other, whose rows fit in a tile.
 
-        col_ptr  [chunks, matrices, N]  magnitudes per column, over the rows of a program
+        col_ptr  [chunks, matrices, N]  magnitudes per column, over the rows of a program; with CODES of the codes'
+                                        values, as bfloat16
 
     A program takes one of the ``chunks`` of a matrix: ``tiles`` tiles, one below the other. Each writes its own partial
     maxima, because programs end at the same time, and atomics on the same columns then wait for one another.
@@ -28,21 +30,27 @@ def quantize_rows_kernel(
     matrix, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     above = matrix * rows
     cols = tl.arange(0, TILE_N)
-    # Zeros of the dtype of the magnitudes.
-    highest = tl.zeros((TILE_M, TILE_N), magnitudes(tl.zeros((1,), x_ptr.dtype.element_ty)).dtype)
+    encoding: tl.constexpr = Encoding(
+        ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST
+    )
+    highest = tl.zeros((TILE_M, TILE_N), tl.float32 if CODES else col_ptr.dtype.element_ty)
     last = tl.minimum((chunk + 1) * tiles, tl.cdiv(rows, TILE_M))
     for tile in tl.range(chunk * tiles, last, num_stages=STAGES, disable_licm=DISABLE_LICM):
         within = tile * TILE_M + tl.arange(0, TILE_M)
         mask = (within < rows)[:, None] & (cols < N)[None, :]
         pointers = x_ptr + (above + within).to(tl.int64)[:, None] * stride_xm + cols[None, :]
         x = load_masked(pointers, mask, EVEN)
-        highest = tl.maximum(highest, magnitudes(x))
-        quantize_tile(
+        if not CODES:
+            highest = tl.maximum(highest, magnitudes(x))
+        q, scale = quantize_tile(
             x, tile, 0, tile == 0, rows, N,
             CastSide(q_ptr + above.to(tl.int64) * stride_qm, s_ptr + above.to(tl.int64) * stride_sm, s_ptr,
                      rows, 1, stride_qm, 1, stride_sm, 1),
-            Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST),
-            False, EVEN, 1,
+            encoding, False, EVEN, 1,
         )  # fmt: skip
+        if CODES:
+            highest = larger_or_nan(highest, tl.abs(values_of_codes(q, scale, encoding, 1)))
+    if CODES:
+        highest = magnitudes_of_codes(highest)
     found = col_ptr + chunk.to(tl.int64) * stride_part + matrix.to(tl.int64) * N
     tl.store(found + cols, reduce_max(highest, 0), mask=cols < N)

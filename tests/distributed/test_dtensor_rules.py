@@ -22,7 +22,7 @@ LOCAL = {
     "adamw", "adamw_amax", "operand_figures", "quantize_both_sum", "quantize_groups", "quantize_groups_both",
     "quantize_matrices", "quantize_matrices_with_amax", "quantize_with_amax",
     "scaled_grouped_matmul", "grouped_matmul", "grouped_sum", "swiglu",
-    "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows",
+    "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows", "transpose_group_codes",
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_rule_places_every_tensor(sample):
         for p, a in zip(inputs, args, strict=True):
             assert p is None or not p.is_shard() or p.dim < a.ndim
         assert len(outputs) == len(func._schema.returns)
-    assert allowed or name in ("quantize", "quantize_both", "amax", "dequantize")
+    assert allowed or name in ("quantize", "quantize_both", "amax", "dequantize", "transpose_codes")
 
 
 _library = None

@@ -47,6 +47,15 @@ def samples(device):
             yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, dtype)
     for spec in (SPEC_OF_BLOCK[0], ROW):
         yield ops.quantize_with_amax, (x, *spec.args, *spec.args)
+    for spec in (ROW, VECTOR, MX, SQUARE):
+        codes = reference.quantize(x, *spec.args)
+        yield ops.transpose_codes, (*codes, *spec.args, *spec.args)
+        yield ops.transpose_codes, (x, codes[1], *spec.args, *spec.args)
+        yield ops.quantize_both, (x, *spec.args, *spec.args, True)
+        yield ops.quantize_both_sum, (x, *spec.args, *spec.args, True)
+    *codes, amax = reference.quantize_with_amax(x, *ROW.args, *ROW.args, True)
+    yield ops.quantize_with_amax, (x, *ROW.args, *ROW.args, True)
+    yield ops.transpose_codes, (*codes, *ROW.args, *ROW.args, amax)
     yield ops.quantize_weights, (x, [x[:40].contiguous()], *ROW.args)
     for part in (x, x.t(), x[:0], x[::2, 1:]):
         # No NaN: opcheck's comparison treats NaN as a difference.
@@ -86,6 +95,13 @@ def grouped_samples():
         *_, amax = reference.quantize_matrices_with_amax(weight, *rhs.args, *rhs.args)
         yield ops.quantize_matrices, (weight, *rhs.args, True, amax)
         yield ops.quantize_matrices_with_amax, (weight, *rhs.args, *rhs.args)
+        if lhs.scale_rounding != "none":
+            codes = reference.quantize_groups(x, offsets, *lhs.args)
+            yield ops.transpose_group_codes, (*codes, offsets, *lhs.args, *lhs.args)
+            yield ops.quantize_groups_both, (x, offsets, *lhs.args, *lhs.args, None, None, False, None, True)
+            codes = reference.quantize_matrices(weight, *rhs.args)
+            yield ops.transpose_codes, (*codes, *rhs.args, *rhs.args)
+            yield ops.quantize_matrices_with_amax, (weight, *rhs.args, *rhs.args, True)
         rows = *reference.quantize_groups(x, offsets, *lhs.args), *lhs.args
         matrices = *reference.quantize_matrices(weight, *rhs.args), *rhs.args
         yield ops.scaled_grouped_matmul, (*rows, *matrices, offsets, bias, torch.float32)

@@ -133,3 +133,37 @@ def quantize_by_amaxes(
         NO_PAIR if spec is None else ops.quantize(x, *spec.args, False, amax),
         NO_PAIR if spec_t is None else ops.quantize(x, *spec_t.args, True, amax_t),
     )
+
+
+def quantize_shard_both(
+    x: Tensor,
+    spec: QuantSpec | None,
+    spec_t: QuantSpec | None,
+    codes: QuantSpec | None,
+    layouts: tuple[DimLayout, DimLayout],
+) -> tuple[Pair, Pair]:
+    """``(qdata, scale)`` of a shard and of its transpose by the scales of the global matrix.
+
+    Args:
+        x: this rank's part ``[rows, cols]``, aligned as ``layouts`` says.
+        spec, spec_t: of ``x`` and of ``x.T``, or None.
+        codes: the spec of the codes that ``x.T`` is made from; None to make it from values.
+        layouts: of the rows and the columns.
+    """
+    if codes is None or spec_t is None:
+        return quantize_by_amaxes(x, spec, spec_t, global_amax(x, spec, spec_t, layouts))
+    split = (is_split(layouts[i], s.block[i ^ swap]) for s, swap in ((codes, 0), (spec_t, 1)) for i in (0, 1))
+    if not any(split):
+        return quantize_for(x, spec, spec_t, codes)
+    pair, _ = quantize_by_amaxes(x, codes, None, global_amax(x, codes, None, layouts))
+    amax_t = amax_of_codes(pair, codes, spec_t, layouts)
+    return NO_PAIR if spec is None else pair, ops.transpose_codes(*pair, *codes.args, *spec_t.args, amax_t)
+
+
+def amax_of_codes(
+    pair: Pair, spec: QuantSpec, spec_t: QuantSpec, layouts: tuple[DimLayout, DimLayout]
+) -> Tensor | None:
+    """:func:`global_amax` of the transpose of a shard's codes ``pair``, which lie as ``layouts`` says."""
+    if not any(is_split(layouts[i], spec_t.block[1 - i]) for i in (0, 1)):
+        return None
+    return global_amax(ops.dequantize(*pair, *spec.args, torch.float32), None, spec_t, layouts)[1]

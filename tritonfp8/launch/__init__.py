@@ -28,6 +28,8 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
             casts.quantize_weights,
             casts.quantize_with_amax,
             casts.transpose,
+            casts.transpose_codes,
+            casts.transpose_group_codes,
             figures.operand_figures,
             gemms.scaled_matmul,
             rows.dots_of_rows,

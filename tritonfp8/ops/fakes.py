@@ -33,17 +33,29 @@ def quantize(x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None 
     return qdata, empty_scale(shape, s.block, s.scale_format, x.device)
 
 
-def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_both(x: Tensor, spec: str, spec_t: str, codes: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *quantize(x, spec), *quantize(x.t(), spec_t)
 
 
-def quantize_both_sum(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def quantize_both_sum(
+    x: Tensor, spec: str, spec_t: str, codes: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return *quantize_both(x, spec, spec_t), x.new_empty((x.shape[1],))
 
 
-def quantize_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_with_amax(x: Tensor, spec: str, spec_t: str, codes: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     amax = x.new_empty(scale_shape(x.shape[::-1], spec_of(spec_t).block), dtype=torch.float32)
     return *quantize(x, spec), amax
+
+
+def transpose_codes(
+    x: Tensor, scale: Tensor, spec: str, spec_t: str, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return quantize_matrices(x, spec_t, True) if x.ndim == 3 else quantize(x, spec_t, True)
+
+
+def transpose_group_codes(x: Tensor, scale: Tensor, offsets: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor]:
+    return quantize_groups(x, offsets, spec_t, True)
 
 
 def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Tensor]:
@@ -114,6 +126,7 @@ def quantize_groups_both(
     factors: Tensor | None = None,
     swiglu: bool = False,
     amax: Tensor | None = None,
+    codes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sources = (rows, factors, swiglu)
     return *quantize_groups(x, offsets, spec, False, *sources), *quantize_groups(x, offsets, spec_t, True, *sources)
@@ -151,7 +164,9 @@ def quantize_matrices(
     return _groups(shape, spec, "matrices", x.shape[0], x.device)
 
 
-def quantize_matrices_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_matrices_with_amax(
+    x: Tensor, spec: str, spec_t: str, codes: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     groups, n, k = x.shape
     amax = x.new_empty((groups, *scale_shape((k, n), spec_of(spec_t).block)), dtype=torch.float32)
     return *quantize_matrices(x, spec), amax

@@ -78,14 +78,16 @@ _CASTS = {
         ),
     ),
     "quantize_both": Op(
-        "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor)",
+        "(Tensor x, str spec, str spec_t, bool codes=False) -> (Tensor, Tensor, Tensor, Tensor)",
         sharding=Rule(
             {"x": Operand("RC")},
             (Operand("RC"), Operand("RC", "spec", None), Operand("CR"), Operand("CR", "spec_t", None)),
         ),
     ),
-    "quantize_both_sum": Op("(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"),
-    "quantize_with_amax": Op("(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor)"),
+    "quantize_both_sum": Op(
+        "(Tensor x, str spec, str spec_t, bool codes=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "quantize_with_amax": Op("(Tensor x, str spec, str spec_t, bool codes=False) -> (Tensor, Tensor, Tensor)"),
     "dequantize": Op(
         "(Tensor qdata, Tensor scale, str spec, ScalarType dtype) -> Tensor",
         sharding=Rule({"qdata": Operand("RC"), "scale": Operand("RC", "spec")}, (Operand("RC"),)),
@@ -93,6 +95,14 @@ _CASTS = {
     "transpose": Op(
         "(Tensor qdata) -> Tensor",
         sharding=Rule({"qdata": Operand("RC")}, (Operand("CR"),)),
+    ),
+    "transpose_codes": Op(
+        "(Tensor x, Tensor scale, str spec, str spec_t, Tensor? amax=None) -> (Tensor, Tensor)",
+        sharding=Rule(
+            {"x": Operand("RC"), "scale": Operand("RC", "spec"), "amax": Operand("CR", "spec_t")},
+            (Operand("CR"), Operand("CR", "spec_t")),
+            needs="amax",
+        ),
     ),
 }
 # They write to buffers that the caller gathers or reduces next, so that nothing is copied.
@@ -149,10 +159,11 @@ _GEMMS = {
 _GROUPED = {
     "quantize_groups": Op(f"({_OF}, bool transpose=False, {_ROWS}) -> (Tensor, Tensor)"),
     "quantize_groups_both": Op(
-        f"({_OF}, str spec_t, {_ROWS}, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"({_OF}, str spec_t, {_ROWS}, Tensor? amax=None, bool codes=False) -> (Tensor, Tensor, Tensor, Tensor)",
     ),
+    "transpose_group_codes": Op("(Tensor x, Tensor scale, Tensor offsets, str spec, str spec_t) -> (Tensor, Tensor)"),
     "quantize_matrices": Op("(Tensor x, str spec, bool transpose=False, Tensor? amax=None) -> (Tensor, Tensor)"),
-    "quantize_matrices_with_amax": Op("(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor)"),
+    "quantize_matrices_with_amax": Op("(Tensor x, str spec, str spec_t, bool codes=False) -> (Tensor, Tensor, Tensor)"),
     "scaled_grouped_matmul": Op(
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, Tensor offsets, "
         "Tensor? bias=None, ScalarType? out_dtype=None, str accumulation='precise', bool batch_invariant=False, "

@@ -122,7 +122,14 @@ def names() -> list[str]:
     return list(_RECIPES)
 
 
-def get(recipe: str | Recipe, *, accumulation: str | None = None, batch_invariant: bool = False) -> Recipe:
+def get(
+    recipe: str | Recipe,
+    *,
+    accumulation: str | None = None,
+    batch_invariant: bool = False,
+    transposed_from: str | None = None,
+    backward: str | None = None,
+) -> Recipe:
     """The built-in recipe of this name, or the recipe of a TOML file; a :class:`Recipe` is returned unchanged.
 
     Args:
@@ -131,10 +138,16 @@ def get(recipe: str | Recipe, *, accumulation: str | None = None, batch_invarian
             The name of a recipe that this changes ends in the value: ``"rowwise_fast"``.
         batch_invariant: True makes the GEMM ``output`` batch-invariant (:class:`Gemm`), and the name end in
             ``"_batch_invariant"``; False leaves it as it is.
+        transposed_from: ``"values"`` or ``"codes"`` (:class:`~tritonfp8.Recipe`); None leaves it as it is. The name of
+            a recipe that this changes ends in the value.
+        backward: ``"dequantized"`` computes ``grad_input`` and ``grad_weight`` in the input's dtype, of the values that
+            forward multiplied: forward in FP8, gradients that nothing quantized. The name then ends in
+            ``"_dequantized"``. None leaves backward as it is.
 
     Raises:
         ValueError: no recipe has this name, and the message names the nearest one; an unusable file; an unknown
-            accumulation; a recipe whose ``output`` cannot be batch-invariant.
+            accumulation, ``transposed_from`` or ``backward``; a recipe whose ``output`` cannot be batch-invariant, or
+            whose transposed operands cannot be made from codes.
         TypeError: neither a str nor a Recipe.
     """
     found = _found(recipe)
@@ -144,12 +157,28 @@ def get(recipe: str | Recipe, *, accumulation: str | None = None, batch_invarian
         except ValueError as error:
             raise ValueError(f"recipe {found.name!r}: {error}") from None
         found = replace(found, name=f"{found.name}_batch_invariant", output=output)
+    if backward is not None:
+        found = _dequantized(found, backward, transposed_from)
+    elif transposed_from not in (None, found.transposed_from):
+        found = replace(found, name=f"{found.name}_{transposed_from}", transposed_from=transposed_from)
     if accumulation is None:
         return found
     require("accumulation", accumulation, ACCUMULATIONS)
     gemms = {gemm: getattr(found, gemm) for gemm in GEMMS}
     changed = {gemm: replace(how, accumulation=accumulation) for gemm, how in gemms.items() if how.quantized}
     return found if changed.items() <= gemms.items() else replace(found, name=f"{found.name}_{accumulation}", **changed)
+
+
+def _dequantized(recipe: Recipe, backward: str, transposed_from: str | None) -> Recipe:
+    """``recipe`` with both gradients in high precision, of the values that forward multiplied."""
+    require("backward", backward, (None, "dequantized"))
+    if transposed_from == "values" or not recipe.output.quantized:
+        raise ValueError(
+            "backward='dequantized' reads the codes of a quantized forward GEMM; got "
+            + ("transposed_from='values'" if recipe.output.quantized else f"recipe {recipe.name!r}, which has none")
+        )
+    gemms = {gemm: Gemm() for gemm in GEMMS if gemm != "output"}
+    return replace(recipe, name=f"{recipe.name}_dequantized", transposed_from="codes", **gemms)
 
 
 def _found(recipe: str | Recipe) -> Recipe:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonfp8.specs import ACCUMULATIONS, QuantSpec, matmul_family
+from tritonfp8.specs import ACCUMULATIONS, QuantSpec, check_transposable, matmul_family, moves_codes
 from tritonfp8.specs.checks import require, require_flag, require_type, shown
 
 GEMMS = ("output", "grad_input", "grad_weight")
+TRANSPOSED_FROM = ("values", "codes")
 OPERANDS = {
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight.T"),
@@ -102,6 +103,14 @@ class Recipe:
         output: ``input @ weight.T``.
         grad_input: ``grad_output @ weight``.
         grad_weight: ``grad_output.T @ input``.
+        transposed_from: what ``weight.T``, ``input.T`` and ``grad_output.T`` are made from: ``"values"``, the tensors
+            themselves; or ``"codes"``, the operands that another GEMM of the layer multiplied. Backward then multiplies
+            the values that forward multiplied. In a GEMM in high precision these are dequantized, in the input's dtype.
+
+    Raises:
+        ValueError: an unknown ``transposed_from``; or ``"codes"`` where the operand that an operand is made from is not
+            quantized, has another format, or has scales that are not powers of two.
+        TypeError: a field of another type.
 
     Use :func:`dataclasses.replace` for a variant; :func:`save` and :func:`load` for a file; :meth:`to_dict`,
     :meth:`to_json`, :meth:`to_toml` and their inverses for data and text.
@@ -111,6 +120,7 @@ class Recipe:
     output: Gemm = field(default_factory=Gemm)
     grad_input: Gemm = field(default_factory=Gemm)
     grad_weight: Gemm = field(default_factory=Gemm)
+    transposed_from: str = "values"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -118,9 +128,53 @@ class Recipe:
         for gemm in GEMMS:
             if not isinstance(getattr(self, gemm), Gemm):
                 raise TypeError(f"{gemm} must be a recipes.Gemm; got {type(getattr(self, gemm)).__name__}")
+        require("transposed_from", self.transposed_from, TRANSPOSED_FROM)
+        if self.from_codes:
+            self._check_codes()
         # Made once, here: otherwise Dynamo would trace its construction for each layer.
-        text = json.dumps({gemm: getattr(self, gemm).to_dict() for gemm in GEMMS})
+        data = self.to_dict()
+        del data["name"]
+        text = json.dumps(data)
         object.__setattr__(self, "_args", (text,))
+
+    def _check_codes(self) -> None:
+        for name, (spec, spec_t) in self._pairs().items():
+            if spec is None and spec_t is not None:
+                raise ValueError(
+                    f"transposed_from='codes' makes {name}.T from the codes of {name}, and no GEMM of recipe "
+                    f"{self.name!r} quantizes {name} untransposed; use transposed_from='values'"
+                )
+            if spec is not None and spec_t is not None:
+                try:
+                    check_transposable(spec, spec_t)
+                except ValueError as error:
+                    raise ValueError(f"{name}.T of recipe {self.name!r}: {error}") from None
+
+    def codes_of(self, operand: str) -> QuantSpec | None:
+        """The spec of the codes that the transpose of an operand is made from.
+
+        None where the transpose is made from values, and in square blocks, whose transpose is the same from both.
+
+        Args:
+            operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        """
+        if not self.from_codes:
+            return None
+        spec, spec_t = self._pairs()[operand]
+        return None if spec is None or (spec_t is not None and moves_codes(spec, spec_t)) else spec
+
+    def _pairs(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
+        """The specs of each tensor, untransposed and transposed."""
+        return {
+            "weight": (self.output.rhs, self.grad_input.rhs),
+            "input": (self.output.lhs, self.grad_weight.rhs),
+            "grad_output": (self.grad_input.lhs, self.grad_weight.lhs),
+        }
+
+    @property
+    def from_codes(self) -> bool:
+        """Whether transposed operands are made from codes."""
+        return self.transposed_from == "codes"
 
     def __deepcopy__(self, memo: object) -> Recipe:
         return self
@@ -138,9 +192,14 @@ class Recipe:
             summed = how.accumulation + (", batch-invariant" if how.batch_invariant else "")
             if how.quantized:
                 lines.append(f"  {gemm:<11} = Q[{how.lhs}]({lhs}) @ Q[{how.rhs}]({rhs}).T, {summed}")
-            else:
-                right = rhs.removesuffix(".T") if rhs.endswith(".T") else f"{rhs}.T"
-                lines.append(f"  {gemm:<11} = {lhs} @ {right}, in the input's dtype")
+                continue
+            right = rhs.removesuffix(".T") if rhs.endswith(".T") else f"{rhs}.T"
+            # Of a tensor that has codes the values that another GEMM multiplied.
+            source = self.codes_of(right) if gemm != "output" else None
+            right = right if source is None else f"dequantized Q[{source}]({right})"
+            lines.append(f"  {gemm:<11} = {lhs} @ {right}, in the input's dtype")
+        if self.from_codes and (self.grad_input.quantized or self.grad_weight.quantized):
+            lines.append("  transposed operands are made from the codes of the untransposed ones")
         return "\n".join(lines)
 
     @property
@@ -155,7 +214,9 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain data, which JSON and TOML store."""
-        return {"name": self.name, **{gemm: getattr(self, gemm).to_dict() for gemm in GEMMS}}
+        # Left out at its default: earlier versions read such a file, and texts in graphs stay as they were.
+        source = {"transposed_from": self.transposed_from} if self.from_codes else {}
+        return {"name": self.name, **{gemm: getattr(self, gemm).to_dict() for gemm in GEMMS}, **source}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
@@ -164,10 +225,11 @@ class Recipe:
         Raises:
             ValueError: a missing name, a key that is not a field, or an impossible combination.
         """
-        _check_keys("recipe", data, ("name", *GEMMS))
+        _check_keys("recipe", data, ("name", *GEMMS, "transposed_from"))
         if "name" not in data:
             raise ValueError(f"a recipe needs a 'name'; got the keys {sorted(data, key=str)}")
-        return cls(data["name"], **{gemm: Gemm.from_dict(data[gemm]) for gemm in GEMMS if gemm in data})
+        gemms = {gemm: Gemm.from_dict(data[gemm]) for gemm in GEMMS if gemm in data}
+        return cls(data["name"], **gemms, transposed_from=data.get("transposed_from", "values"))
 
     def to_json(self) -> str:
         """The recipe as a JSON object."""

@@ -14,6 +14,7 @@ from tritonfp8.reference.casts import (
     quantize_with_amax,
     transpose,
 )
+from tritonfp8.reference.codes import transpose_codes
 from tritonfp8.reference.figures import FIGURES, operand_figures
 from tritonfp8.reference.gemms import matmul, scaled_matmul
 from tritonfp8.reference.grouped import (
@@ -32,6 +33,7 @@ from tritonfp8.reference.grouped import (
     swiglu,
     swiglu_backward,
     swiglu_backward_amax,
+    transpose_group_codes,
 )
 from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritonfp8.specs import QuantSpec, empty_scale, full_block, spec_of
+from tritonfp8.specs import QuantSpec, check_transposable, empty_scale, full_block, moves_codes, spec_of
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS, Format
 
 INFINITY_BITS = 0x7F800000
@@ -136,23 +136,65 @@ def quantize(
     return codes.contiguous().view(fmt.dtype), empty_scale(x.shape, s.block, s.scale_format, x.device).copy_(scale)
 
 
-def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(*quantize(x, spec), *quantize(x, spec_t, transpose=True))``: four tensors."""
-    return *quantize(x, spec), *quantize(x, spec_t, transpose=True)
+def quantize_both(x: Tensor, spec: str, spec_t: str, codes: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``x [M, N]`` and ``x.T``: ``(*quantize(x, spec), *quantize(x, spec_t, transpose=True))``, four tensors.
+
+    With ``codes`` the second pair is :func:`~tritonfp8.reference.transpose_codes` of the first.
+    """
+    pair = quantize(x, spec)
+    return *pair, *(transposed_codes(*pair, spec, spec_t) if codes else quantize(x, spec_t, transpose=True))
 
 
-def quantize_both_sum(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(*quantize_both(x, spec, spec_t), x.sum(0))``: five tensors. The order in which a GPU sums is not defined."""
-    return *quantize_both(x, spec, spec_t), x.sum(0)
+def quantize_both_sum(
+    x: Tensor, spec: str, spec_t: str, codes: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(*quantize_both(x, spec, spec_t, codes), x.sum(0))``. The order in which a GPU sums is not defined."""
+    return *quantize_both(x, spec, spec_t, codes), x.sum(0)
 
 
-def quantize_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_with_amax(x: Tensor, spec: str, spec_t: str, codes: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """``(*quantize(x, spec), amax)`` of ``x [M, N]``.
 
     ``amax`` is float32, of the blocks of ``x.T`` by ``spec_t``: ``quantize(x, spec_t, True, amax)`` is the cast of the
-    transpose.
+    transpose. With ``codes`` it is the amax of the dequantized codes, for
+    :func:`~tritonfp8.reference.transpose_codes`; amaxes below 2^-126
+    are rounded up to bfloat16, which changes no scale.
     """
-    return *quantize(x, spec), amax(x.t(), spec_of(spec_t).block)
+    qdata, scale = quantize(x, spec)
+    values = dequantize(qdata, scale, spec, torch.float32) if codes else x
+    found = amax(values.t(), spec_of(spec_t).block)
+    return qdata, scale, rounded_up(found) if codes else found
+
+
+def rounded_up(amax: Tensor) -> Tensor:
+    """Amaxes of dequantized codes, float32, as 16 bits hold them: exact from 2^-126 on, below that rounded up.
+
+    A code has less than 8 bits of mantissa. Amaxes below 2^-117 all have the smallest scale, so no scale changes.
+    """
+    bits = amax.view(torch.int32)
+    return (((bits >> 16) | ((bits & 0xFFFF) != 0)) << 16).view(torch.float32)
+
+
+def transposed_codes(
+    x: Tensor, scale: Tensor, spec: str, spec_t: str, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`~tritonfp8.reference.transpose_codes` of one matrix."""
+    s, s_t = spec_of(spec), spec_of(spec_t)
+    check_transposable(s, s_t)
+    qdata = codes_by(x, scale, s)
+    if moves_codes(s, s_t):
+        return transpose(qdata), scale.t().clone(memory_format=torch.contiguous_format)
+    return quantize(dequantize(qdata, scale, spec, torch.float32), spec_t, True, amax)
+
+
+def codes_by(x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+    """The codes of ``x`` whose scales, powers of two, are known; ``x`` itself if it is codes."""
+    fmt = FORMATS[spec.format]
+    if x.dtype == fmt.dtype:
+        return x
+    # The inverse of a power of two is exact.
+    codes = codes_of(x.float() * spread(1.0 / scale.float(), x.shape, spec.block), fmt)
+    return codes.contiguous().view(fmt.dtype)
 
 
 def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Tensor]:

@@ -23,10 +23,12 @@ from tritonfp8.specs import (
     TENSORWISE,
     QuantSpec,
     check_group_spec,
+    check_transposable,
     empty_grouped_scale,
     group_amax_sizes,
     group_column,
     grouped_columns,
+    moves_codes,
     scale_shape,
     spec_of,
     transposed,
@@ -54,7 +56,8 @@ def _empty_codes(shape: tuple[int, ...], spec: QuantSpec, device: torch.device) 
     return torch.zeros(shape, dtype=torch.uint8, device=device).view(FORMATS[spec.format].dtype)
 
 
-def _write(to: Tensor, codes: Tensor) -> None:
+def write(to: Tensor, codes: Tensor) -> None:
+    """Copy 8-bit floats."""
     # Not every device copies 8-bit floats.
     to.view(torch.uint8).copy_(codes.view(torch.uint8))
 
@@ -186,25 +189,31 @@ def _rows(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     scale = empty_grouped_scale(x.shape, spec, "rows", len(offsets), x.device)
     for group, (start, end) in enumerate(group_bounds(offsets, len(x))):
         codes, scale[group : group + 1] = casts.quantize(x[start:end], *spec.args)
-        _write(qdata[start:end], codes)
+        write(qdata[start:end], codes)
     return qdata, scale
 
 
-def _columns(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+def _padded(x: Tensor, offsets: Tensor) -> Tensor:
+    """Rows of groups, each group from a multiple of the alignment on, zeros between them."""
     tokens, width = x.shape
-    shape = (width, grouped_columns(tokens, len(offsets)))
-    padded = x.new_zeros(shape[::-1])
-    firsts = []
+    padded = x.new_zeros((grouped_columns(tokens, len(offsets)), width))
     for group, (start, end) in enumerate(group_bounds(offsets, tokens)):
-        firsts.append(group_column(start, group))
-        padded[firsts[-1] : firsts[-1] + end - start] = x[start:end]
+        first = group_column(start, group)
+        padded[first : first + end - start] = x[start:end]
+    return padded
+
+
+def _columns(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    padded = _padded(x, offsets)
+    shape = padded.shape[::-1]
     if spec.block[1] != -1:
         return casts.quantize(padded, *spec.args, True)
+    firsts = [group_column(start, group) for group, (start, _) in enumerate(group_bounds(offsets, len(x)))]
     qdata = _empty_codes(shape, spec, x.device)
     scale = empty_grouped_scale(shape, spec, "columns", len(offsets), x.device)
     for group, (first, last) in enumerate(itertools.pairwise([*firsts, shape[1]])):
         codes, scale[:, group : group + 1] = casts.quantize(padded[first:last], *spec.args, True)
-        _write(qdata[:, first:last], codes)
+        write(qdata[:, first:last], codes)
     return qdata, scale
 
 
@@ -217,15 +226,51 @@ def quantize_groups_both(
     factors: Tensor | None = None,
     swiglu: bool = False,
     amax: Tensor | None = None,
+    codes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize_groups(x, offsets, spec)`` and ``quantize_groups(x, offsets, spec_t, transpose=True)``.
 
     Args:
         x, offsets, spec, spec_t, rows, factors, swiglu: see :func:`quantize_groups`.
         amax: from the :func:`swiglu_backward_amax` that returned ``x``; saves a pass over ``x``.
+        codes: the second pair is :func:`transpose_group_codes` of the first.
     """
     found = read_rows(x, rows, factors, swiglu)
-    return *quantize_groups(found, offsets, spec), *quantize_groups(found, offsets, spec_t, True)
+    pair = quantize_groups(found, offsets, spec)
+    if codes:
+        return *pair, *transpose_group_codes(*pair, offsets, spec, spec_t)
+    return *pair, *quantize_groups(found, offsets, spec_t, True)
+
+
+def transpose_group_codes(x: Tensor, scale: Tensor, offsets: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor]:
+    """:func:`~tritonfp8.reference.transpose_codes` of each group of rows of ``x``.
+
+    Args:
+        x: codes ``[tokens, N]``, or the values that they were made of by ``scale``.
+        scale: of the codes.
+        offsets: ``[groups]``, int32: the end of each group.
+        spec, spec_t: of ``x`` and of the result.
+
+    Returns:
+        ``(qdata, scale)`` of a :class:`~tritonfp8.QuantizedGroups` in ``"columns"``.
+    """
+    s, s_t = spec_of(spec), spec_of(spec_t)
+    check_group_spec(s, "rows")
+    check_transposable(s, s_t)
+    if s.block[0] == 1:
+        return _columns(casts.dequantize(casts.codes_by(x, scale, s), scale, spec, torch.float32), offsets, s_t)
+    moved = moves_codes(s, s_t)
+    values = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    bounds = group_bounds(offsets, len(x))
+    for group, (start, end) in enumerate(bounds):
+        of_group = scale[group : group + 1]
+        codes = casts.codes_by(x[start:end], of_group, s)
+        values[start:end] = codes.float() if moved else casts.dequantize(codes, of_group, spec, torch.float32)
+    if not moved:
+        return _columns(values, offsets, s_t)
+    padded = _padded(values, offsets)
+    codes = casts.codes_of(padded.t(), FORMATS[s.format]).contiguous().view(FORMATS[s.format].dtype)
+    return codes, scale.t().clone(memory_format=torch.contiguous_format)
 
 
 def quantize_matrices(
@@ -249,19 +294,21 @@ def quantize_matrices(
     scale = empty_grouped_scale(shape, s, "matrices", groups, x.device)
     for i in range(groups):
         codes, scale[i] = casts.quantize(x[i], spec, transpose, None if amax is None else amax[i])
-        _write(qdata[i], codes)
+        write(qdata[i], codes)
     return qdata, scale
 
 
-def quantize_matrices_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_matrices_with_amax(
+    x: Tensor, spec: str, spec_t: str, codes: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """``(*quantize_matrices(x, spec), amax)``.
 
     ``amax`` is float32, ``[groups, ...]``, of the blocks of the transpose of each matrix by ``spec_t``:
-    ``quantize_matrices(x, spec_t, True, amax)`` is the cast of the transposes.
+    ``quantize_matrices(x, spec_t, True, amax)`` is the cast of the transposes. ``codes``: see
+    :func:`~tritonfp8.reference.quantize_with_amax`.
     """
-    block = spec_of(spec_t).block
-    found = [casts.amax(matrix.t(), block) for matrix in x]
-    shape = (0, *scale_shape((x.shape[2], x.shape[1]), block))
+    found = [casts.quantize_with_amax(matrix, spec, spec_t, codes)[2] for matrix in x]
+    shape = (0, *scale_shape((x.shape[2], x.shape[1]), spec_of(spec_t).block))
     return *quantize_matrices(x, spec), torch.stack(found) if found else torch.empty(shape, device=x.device)
 
 

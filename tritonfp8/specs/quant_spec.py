@@ -231,6 +231,32 @@ def transposed(block: Sequence[int]) -> tuple[int, int]:
     return block[1], block[0]
 
 
+def moves_codes(spec: QuantSpec, spec_t: QuantSpec) -> bool:
+    """Whether the transpose of a quantized tensor has the same codes and scales, transposed: in square blocks."""
+    return spec == spec_t and spec.block[0] == spec.block[1]
+
+
+def check_transposable(spec: QuantSpec, spec_t: QuantSpec) -> None:
+    """Raise ValueError unless codes by ``spec`` can become codes of the transpose by ``spec_t``.
+
+    Between scales that are powers of two a code moves by its exponent. Its value stays, unless the new scale makes it
+    subnormal.
+    """
+    if moves_codes(spec, spec_t):
+        return
+    if "none" in (spec.scale_rounding, spec_t.scale_rounding):
+        raise ValueError(
+            f"a transpose is made from codes only between scales that are powers of two, so that values stay as they "
+            f"are; between other scales each value would be rounded a second time. Got {spec} and {spec_t}: use "
+            "scale_rounding='pow2', or transposed_from='values'"
+        )
+    if spec.format != spec_t.format:
+        raise ValueError(
+            f"a transpose is made from codes of its own format, or each value would be rounded a second time; got "
+            f"{spec} and {spec_t}"
+        )
+
+
 def matmul_family(a_block: Sequence[int], b_block: Sequence[int]) -> str:
     """The family of GEMM kernels that multiplies these blocks: ``"epilogue"``, ``"blockwise"`` or ``"mx"``.
 

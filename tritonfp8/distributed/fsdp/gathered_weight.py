@@ -151,7 +151,9 @@ class GatheredWeight(CodesTensor):
         index, orientation = next(
             ((i, o) for i, o in enumerate(layout.orientations) if o.transposed == flipped), (0, layout.orientations[0])
         )
-        if orientation.spec != spec or not (orientation.transposed == flipped or spec.block[0] == spec.block[1]):
+        from_codes = orientation.transposed != flipped and orientation.spec_t is not None
+        square = orientation.transposed == flipped or spec.block[0] == spec.block[1]
+        if (orientation.spec_t if from_codes else orientation.spec) != spec or not (square or from_codes):
             known, swap = ", ".join(str(each.spec) for each in layout.orientations), "swap recipes between steps"
             raise ValueError(
                 f"the experts were gathered as {known}, and their recipe reads {spec}"
@@ -170,6 +172,13 @@ class GatheredWeight(CodesTensor):
             pair = self._with_gaps(*pair, orientation)
         if orientation.transposed == flipped:
             return pair
+        if from_codes:
+            if isinstance(layout, ByteLayout) and layout.within is not None:
+                raise ValueError(
+                    "transposed_from='codes' with both tensor parallelism and an 8-bit gather needs amaxes of other "
+                    "ranks: use transposed_from='values', or leave out enable_float8_all_gather"
+                )
+            return ops.transpose_codes(*pair, *orientation.spec.args, *spec.args)
         # One orientation of square blocks serves both GEMMs.
         return pair[0].transpose(-2, -1).contiguous(), pair[1].transpose(-2, -1).contiguous()
 

@@ -13,10 +13,17 @@ from tritonfp8.specs.formats import SCALE_FORMATS
 
 @dataclass(frozen=True)
 class WeightOrientation:
-    """How a GEMM reads a matrix ``[N, K]``: quantized untransposed, or transposed as ``[K, N]``."""
+    """How a GEMM reads a matrix ``[N, K]``: quantized untransposed, or transposed as ``[K, N]``.
+
+    Attributes:
+        spec: of the operand.
+        transposed: whether it is the transpose.
+        spec_t: of the transpose that is made from the codes of this one; None if none is.
+    """
 
     spec: QuantSpec
     transposed: bool
+    spec_t: QuantSpec | None = None
 
     @cached_property
     def block(self) -> tuple[int, int]:
@@ -38,7 +45,7 @@ class WeightOrientation:
 
 
 def weight_orientations(recipe: Recipe) -> tuple[WeightOrientation, ...]:
-    """The orientations in which ``output`` and ``grad_input`` read the weight: one if they can share it, else two.
+    """The orientations of a weight that are sent for ``output`` and ``grad_input``: one if one serves both, else two.
 
     None in high precision, nor where only one of the two GEMMs is quantized: the other needs the values anyway.
     """
@@ -47,4 +54,6 @@ def weight_orientations(recipe: Recipe) -> tuple[WeightOrientation, ...]:
         return ()
     if serves_both(recipe):
         return (WeightOrientation(output, False),)
+    if recipe.from_codes:
+        return (WeightOrientation(output, False, grad_input),)
     return WeightOrientation(output, False), WeightOrientation(grad_input, True)

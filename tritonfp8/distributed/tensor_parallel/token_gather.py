@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_gather_bytes, all_gather_rows, reduce_scatter_sum
 from tritonfp8.distributed.global_scales import global_amax, quantize_by_amaxes
 from tritonfp8.distributed.shard_layout import DimLayout, align, local_blocks, unalign
@@ -152,22 +153,32 @@ def _received(
 
 
 def quantize_and_gather(
-    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, gather: TokenGather, k: DimLayout
+    x: Tensor,
+    spec: QuantSpec | None,
+    spec_t: QuantSpec | None,
+    gather: TokenGather,
+    k: DimLayout,
+    codes: QuantSpec | None = None,
 ) -> tuple[Pair, Pair]:
     """Quantize this rank's tokens and gather all ranks' codes: the same bits as quantizing the gathered tensor.
 
-    One collective carries qdata and scales, ``M K`` bytes and the scales for ``output``, and as much again for
-    ``grad_weight`` where the weight needs a gradient. Tensorwise, one qdata serves both.
+    One collective carries qdata and scales, ``M K`` bytes and the scales for ``output``. A transpose that is made from
+    codes is made of what arrived. One that is made from values takes as many bytes again, where the weight needs a
+    gradient. Tensorwise, one qdata serves both.
 
     Args:
         x: ``[tokens, K]``, this rank's rows.
         spec, spec_t: of the gathered rows and of their transpose, or None.
         gather: how the rows of the ranks are put together.
         k: the layout of K.
+        codes: the spec of the codes that the transpose is made from; None to make it from values.
 
     Returns:
         ``(qdata, scale)`` of the gathered rows, and of their transpose.
     """
+    if codes is not None and spec_t is not None:
+        pair, _ = quantize_and_gather(x, codes, None, gather, k)
+        return NO_PAIR if spec is None else pair, ops.transpose_codes(*pair, *codes.args, *spec_t.args)
     source = gather.sources[gather.rank]
     x = align(k, align(source, x, 0), 1)
     one_serves_both = spec is not None and spec == spec_t and spec.block == transposed(spec.block)

@@ -3,7 +3,9 @@
 side            one result of a cast
 partial_maxima  the amax of blocks that span a whole dim
 lines           casts to scales of whole rows or columns that read each element once
-dense           casts of one tensor
+dense           casts of one tensor in one orientation
+both            casts of one tensor in both
+codes           transposes that are made from codes
 weights         casts of several weights in one launch
 groups          one pass over groups of rows, or over matrices
 grouped         the ops of groups and of matrices
@@ -11,15 +13,9 @@ grouped         the ops of groups and of matrices
 Exports the Triton twin of each op.
 """
 
-from tritonfp8.launch.casts.dense import (
-    amax,
-    dequantize,
-    quantize,
-    quantize_both,
-    quantize_both_sum,
-    quantize_with_amax,
-    transpose,
-)
+from tritonfp8.launch.casts.both import quantize_both, quantize_both_sum, quantize_with_amax
+from tritonfp8.launch.casts.codes import transpose_codes, transpose_group_codes
+from tritonfp8.launch.casts.dense import amax, dequantize, quantize, transpose
 from tritonfp8.launch.casts.grouped import (
     grouped_sum,
     quantize_groups,

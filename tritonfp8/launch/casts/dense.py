@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.kernels.cast import quantize as quantize_kernels
-from tritonfp8.launch.casts.lines import can_plan_rows, plan_columns, plan_rows, run_together
+from tritonfp8.launch.casts.lines import plan_columns, run_together
 from tritonfp8.launch.casts.partial_maxima import PartialMaxima, row_chunks
 from tritonfp8.launch.casts.side import META, Side, both, side_constants
 from tritonfp8.launch.executor import planned
@@ -242,79 +242,6 @@ def _quantize_matrices(x: Tensor, spec: str, transpose: bool, amax: Tensor | Non
 
 
 quantize = launcher(plan_quantize, reference.quantize, _quantize_matrices)
-
-
-def plan_both_sides(plan: Planner, x: View, spec: str, spec_t: str, with_sums: bool) -> tuple[list[View], View | None]:
-    """qdata and scale of the matrix and of its transpose; with sums, what :func:`plan_sides` says."""
-    side, qdata, scale = new_side(plan, x.shape, spec_of(spec), False)
-    side_t, qdata_t, scale_t = new_side(plan, x.shape, spec_of(spec_t), True)
-    return [qdata, scale, qdata_t, scale_t], plan_sides(plan, x, side, side_t, with_sums)
-
-
-def plan_quantize_both(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
-    """Outputs: qdata and scale of the matrix, then of its transpose."""
-    return plan_both_sides(plan, x, spec, spec_t, False)[0] if x.numel() else None
-
-
-quantize_both = launcher(plan_quantize_both, reference.quantize_both)
-
-
-def plan_quantize_both_sum(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
-    """Outputs: qdata and scale of the matrix, then of its transpose, and sums ``[n]``. None along columns."""
-    # float64 is summed as float64, and cast by way of float32.
-    if not x.numel() or reads_along_columns(x) or x.dtype == torch.float64:
-        return None
-    outputs, parts = plan_both_sides(plan, x, spec, spec_t, True)
-    assert parts is not None
-    n = x.shape[1]
-    sums = plan.empty((n,), x.dtype)
-    tile = cast_tiles.COLUMN_SUMS
-    plan.launch(
-        quantize_kernels.column_sums_kernel,
-        -(-n // tile.n),
-        (parts, sums),
-        parts.shape,
-        {"TILE_P": tile.m, "TILE_N": tile.n},
-        **tile.options(),
-    )
-    return [*outputs, sums]
-
-
-def _sum_alone(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, ...]:
-    return *quantize_both(x, spec, spec_t), x.sum(0)
-
-
-quantize_both_sum = launcher(plan_quantize_both_sum, reference.quantize_both_sum, _sum_alone)
-
-
-def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
-    """Outputs: qdata, scale, and the amaxes, float32."""
-    found = spec_of(spec)
-    blocks = (found.block, transposed(spec_of(spec_t).block))
-    if not x.numel() or blocks not in ((TENSORWISE, TENSORWISE), (ROWWISE, COLUMNWISE)):
-        return None
-    side, qdata, scale = new_side(plan, x.shape, found, False)
-    along = x.t() if reads_along_columns(x) else x
-    if found.block == TENSORWISE:
-        amax = plan.empty((1, 1), torch.float32)
-        # As for both orientations: the maxima of the programs are reduced to one before the
-        bits = whole_dim_amax(plan, along, [TENSORWISE], True, True, amax)[TENSORWISE]
-        plan_sides(plan, x, side.with_parts(bits), None)
-    elif can_plan_rows(x):
-        amax = plan_rows(plan, x, 1, found, qdata, scale)
-    else:
-        m, n = x.shape
-        maxima = plan.empty((1, m + n), torch.float32)
-        of_lines = whole_dim_amax(plan, along, [ROWWISE, COLUMNWISE], True, True, maxima)
-        # The maxima of the rows of ``along`` come first.
-        of_rows, start = (of_lines[ROWWISE], m) if along is x else (of_lines[COLUMNWISE].transposed(1, 2), 0)
-        plan_sides(plan, x, side.with_parts(of_rows), None)
-        amax = maxima.strided((1, n), (n, 1), start)
-    return [qdata, scale, amax.strided((amax.shape[1], 1), (1, 1))]
-
-
-# An amax of NaN may have any payload.
-quantize_with_amax = launcher(plan_quantize_with_amax, reference.quantize_with_amax)
 
 
 def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: str, dtype: torch.dtype) -> list[View] | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +9,17 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.kernels.cast import groups as kernels
+from tritonfp8.launch.casts.codes import plan_transpose_group_codes, transpose_group_codes
 from tritonfp8.launch.casts.dense import plan_quantize
-from tritonfp8.launch.casts.groups import TILE, Groups, plan_sides, side_of_matrices, side_of_tokens, with_maxima
+from tritonfp8.launch.casts.groups import (
+    TILE,
+    Groups,
+    of_empty_groups,
+    plan_sides,
+    side_of_matrices,
+    side_of_tokens,
+    with_maxima,
+)
 from tritonfp8.launch.casts.lines import can_plan_rows, plan_columns, plan_rows, run_together
 from tritonfp8.launch.casts.side import META
 from tritonfp8.launch.executor import planned
@@ -97,19 +104,7 @@ def plan_quantize_groups(
     return [qdata, scale]
 
 
-def _of_empty_groups(twin: Callable[..., Any]) -> Callable[..., Any]:
-    """What serves calls without elements: the reference. Their groups are empty, so the host need not read offsets."""
-    place = list(inspect.signature(twin).parameters).index("offsets")
-
-    def serve(*args: Any) -> Any:
-        if any(isinstance(x, Tensor) and not x.is_contiguous() for x in args):
-            return None
-        return twin(*args[:place], torch.zeros(args[place].shape, dtype=torch.int32), *args[place + 1 :])
-
-    return serve
-
-
-quantize_groups = launcher(plan_quantize_groups, reference.quantize_groups, _of_empty_groups(reference.quantize_groups))
+quantize_groups = launcher(plan_quantize_groups, reference.quantize_groups, of_empty_groups(reference.quantize_groups))
 
 
 def plan_quantize_groups_both(
@@ -122,6 +117,7 @@ def plan_quantize_groups_both(
     spec: str,
     spec_t: str,
     swiglu: bool,
+    codes: bool,
 ) -> list[View] | None:
     """Outputs: qdata and scale of the groups, then of their transposes."""
     found = spec_of(spec)
@@ -129,15 +125,39 @@ def plan_quantize_groups_both(
     of = _tokens(x, offsets, rows, factors, None, swiglu, amax)
     if of is None:
         return None
+    if codes:
+        return _plan_codes(plan, of, offsets, spec, spec_t)
     side, qdata, scale = side_of_tokens(plan, of, found, False)
     side_t, qdata_t, scale_t = side_of_tokens(plan, of, spec_of(spec_t), True)
     plan_sides(plan, of, side, side_t)
     return [qdata, scale, qdata_t, scale_t]
 
 
-quantize_groups_both = launcher(
-    plan_quantize_groups_both, reference.quantize_groups_both, _of_empty_groups(reference.quantize_groups_both)
-)
+def _plan_codes(plan: Planner, of: Groups, offsets: View, spec: str, spec_t: str) -> list[View] | None:
+    """Outputs of :func:`plan_quantize_groups_both`, the transposes made from codes."""
+    found, found_t = spec_of(spec), spec_of(spec_t)
+    if -1 not in (*found.block, *found_t.block):
+        side, qdata, scale = side_of_tokens(plan, of, found, False)
+        side_t, qdata_t, scale_t = side_of_tokens(plan, of, found_t, True)
+        plan_sides(plan, of, side, side_t, codes=True)
+        return [qdata, scale, qdata_t, scale_t]
+    first = plan_quantize_groups(plan, of.x, offsets, of.picked, of.factors, spec, False, of.swiglu)
+    second = None if first is None else plan_transpose_group_codes(plan, first[0], first[1], offsets, spec, spec_t)
+    return None if first is None or second is None else [*first, *second]
+
+
+def _both_of_codes(
+    x: Tensor, offsets: Tensor, spec: str, spec_t: str, rows: Any, factors: Any, swiglu: bool, amax: Any, codes: bool
+) -> tuple[Tensor, ...] | None:
+    if not codes or not x.numel():
+        return of_empty_groups(reference.quantize_groups_both)(
+            x, offsets, spec, spec_t, rows, factors, swiglu, amax, codes
+        )
+    pair = quantize_groups(x, offsets, spec, False, rows, factors, swiglu)
+    return *pair, *transpose_group_codes(*pair, offsets, spec, spec_t)
+
+
+quantize_groups_both = launcher(plan_quantize_groups_both, reference.quantize_groups_both, _both_of_codes)
 
 
 def plan_swiglu_backward_amax(
@@ -171,7 +191,7 @@ def _swiglu_backward_amax(
 
 
 swiglu_backward_amax = launcher(
-    plan_swiglu_backward_amax, reference.swiglu_backward_amax, _of_empty_groups(reference.swiglu_backward_amax)
+    plan_swiglu_backward_amax, reference.swiglu_backward_amax, of_empty_groups(reference.swiglu_backward_amax)
 )
 
 
@@ -234,7 +254,7 @@ def plan_quantize_matrices(plan: Planner, x: View, amax: View | None, spec: str,
 quantize_matrices = launcher(plan_quantize_matrices, reference.quantize_matrices)
 
 
-def plan_quantize_matrices_with_amax(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
+def plan_quantize_matrices_with_amax(plan: Planner, x: View, spec: str, spec_t: str, codes: bool) -> list[View] | None:
     """Outputs: qdata, scale, and the amaxes, float32."""
     if not x.numel() or not x.is_contiguous():
         return None
@@ -245,8 +265,8 @@ def plan_quantize_matrices_with_amax(plan: Planner, x: View, spec: str, spec_t: 
     side, qdata, scale = side_of_matrices(plan, x.shape, found, False)
     if (block, block_t) == (ROWWISE, COLUMNWISE) and can_plan_rows(of.x):
         rows = qdata.strided(of.x.shape, (k, 1)), scale.strided((groups * n, 1), (1, 1))
-        return [qdata, scale, plan_rows(plan, of.x, groups, found, *rows).strided((groups, k, 1), (k, 1, 1))]
-    if (block, block_t) != (TENSORWISE, TENSORWISE):
+        return [qdata, scale, plan_rows(plan, of.x, groups, found, *rows, codes).strided((groups, k, 1), (k, 1, 1))]
+    if codes or (block, block_t) != (TENSORWISE, TENSORWISE):
         return None
     of = with_maxima(plan, of, of.table(plan), [TENSORWISE])
     assert of.amax is not None
@@ -288,4 +308,4 @@ def plan_grouped_sum(plan: Planner, x: View, offsets: View) -> list[View] | None
     return [out]
 
 
-grouped_sum = launcher(plan_grouped_sum, reference.grouped_sum, _of_empty_groups(reference.grouped_sum))
+grouped_sum = launcher(plan_grouped_sum, reference.grouped_sum, of_empty_groups(reference.grouped_sum))

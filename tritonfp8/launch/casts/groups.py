@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tritonfp8.kernels.cast import groups as kernels
 from tritonfp8.launch.casts.partial_maxima import PartialMaxima
@@ -46,6 +48,8 @@ class Groups(NamedTuple):
         gate_up: where ``x`` is the gradient of SwiGLU's result, what SwiGLU was of; else None.
         swiglu: whether SwiGLU of ``x`` is cast; with ``gate_up``, its gradient.
         amax: the amaxes of what is cast, if they are known.
+        codes: ``"codes"`` if ``x`` has codes, whose values are cast; ``"cast"`` if it has the values of codes, which
+            are made again. Codes with a scale a row have these as ``factors``.
     """
 
     x: View
@@ -57,6 +61,7 @@ class Groups(NamedTuple):
     gate_up: View | None = None
     swiglu: bool = False
     amax: View | None = None
+    codes: str = ""
 
     @property
     def tokens(self) -> int:
@@ -75,7 +80,7 @@ class Groups(NamedTuple):
     def source(self) -> str:
         """How the kernels read rows (kernels/cast/group_rows.py)."""
         if self.picked is None:
-            return "rows"
+            return self.codes or "rows"
         return "picked" if self.factors is None else "scaled"
 
     def sources(self) -> tuple[View, View | None, View | None]:
@@ -107,6 +112,18 @@ class Groups(NamedTuple):
         in_turn = self.picked is not None
         found = plan_row_tiles(plan, self.offsets, self.tokens, TILE.m, aligned=True, in_turn=in_turn)
         return found.buffer, found.entries
+
+
+def of_empty_groups(twin: Callable[..., Any]) -> Callable[..., Any]:
+    """What serves calls without elements: the reference. Their groups are empty, so the host need not read offsets."""
+    place = list(inspect.signature(twin).parameters).index("offsets")
+
+    def serve(*args: Any) -> Any:
+        if any(isinstance(x, Tensor) and not x.is_contiguous() for x in args):
+            return None
+        return twin(*args[:place], torch.zeros(args[place].shape, dtype=torch.int32), *args[place + 1 :])
+
+    return serve
 
 
 def side_of_tokens(plan: Planner, of: Groups, spec: QuantSpec, transpose: bool) -> tuple[Side, View, View]:
@@ -221,11 +238,21 @@ def _with_amax(
     ]
 
 
-def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None) -> None:
-    """Fill one or two sides from the rows of ``of``."""
+def plan_sides(
+    plan: Planner, of: Groups, side: Side | None, side_t: Side | None, codes: bool = False, read: Side | None = None
+) -> None:
+    """Fill one or two sides from the rows of ``of``.
+
+    Args:
+        plan: takes the launches.
+        of: what is cast.
+        side, side_t: the results, untransposed and transposed.
+        codes: whether the second is made from the codes of the first.
+        read: the scales of ``of``, if it has codes or values that codes are made of.
+    """
     table = of.table(plan)
     of, (side, side_t) = _with_amax(plan, of, table, (side, side_t))
-    first, second = both(side, side_t)
+    first, second = both(side or read, side_t)
     n = of.width
     tile = cast_tiles.of_groups({first.block, second.block}, of.source == "scaled")
     plan.launch(
@@ -238,9 +265,10 @@ def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None
             *second.scale_sizes, *second.q_strides, *second.scale_strides, *second.amax_strides,
         ),
         {
-            **side_constants(side, side_t), "DIRECT_CAST": plan.device.has_direct_cast, "MATRICES": of.is_matrices,
-            "SOURCE": of.source, "EVEN": n % tile.n == 0 and of.rows % tile.m == 0, **tile.stores(side_t is not None),
-            "GROUP": tile.group,
+            **side_constants(side or read, side_t), "NORMAL": side is not None,
+            "DIRECT_CAST": plan.device.has_direct_cast, "MATRICES": of.is_matrices,
+            "SOURCE": of.source, "CODES": codes or read is not None,
+            "EVEN": n % tile.n == 0 and of.rows % tile.m == 0, **tile.stores(side_t is not None), "GROUP": tile.group,
         },
         **tile.options(),
     )  # fmt: skip

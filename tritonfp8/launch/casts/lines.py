@@ -66,7 +66,9 @@ def can_plan_rows(x: View) -> bool:
     return x.strides[1] == 1 and cast_tiles.rows_with_columns(x.shape[1], x.itemsize) is not None
 
 
-def plan_rows(plan: Planner, x: View, matrices: int, spec: QuantSpec, qdata: View, scale: View) -> View:
+def plan_rows(
+    plan: Planner, x: View, matrices: int, spec: QuantSpec, qdata: View, scale: View, codes: bool = False
+) -> View:
     """Fill the result; the amaxes of the columns of each matrix, float32 ``[matrices, n]``.
 
     Args:
@@ -76,6 +78,7 @@ def plan_rows(plan: Planner, x: View, matrices: int, spec: QuantSpec, qdata: Vie
         spec: of the result, whose scales are of rows.
         qdata: the codes, of the shape of ``x``, rows contiguous.
         scale: ``[matrices * rows, 1]``.
+        codes: whether the amaxes are of the values of the codes.
     """
     n = x.shape[1]
     rows = x.shape[0] // matrices
@@ -85,7 +88,9 @@ def plan_rows(plan: Planner, x: View, matrices: int, spec: QuantSpec, qdata: Vie
     programs = max(1, plan.device.num_sms * cast_tiles.ROWS_WARPS // tile.warps // matrices)
     tiles = triton.cdiv(triton.cdiv(rows, tile.m), programs)
     chunks = triton.cdiv(rows, tiles * tile.m)
-    maxima = PartialMaxima.allocate(plan, x, 0, matrices * n, 0, chunks)
+    # 16 bits hold the values of codes.
+    measured = x._replace(dtype=torch.bfloat16) if codes else x
+    maxima = PartialMaxima.allocate(plan, measured, 0, matrices * n, 0, chunks)
     plan.launch(
         quantize_rows_kernel,
         matrices * chunks,
@@ -94,6 +99,7 @@ def plan_rows(plan: Planner, x: View, matrices: int, spec: QuantSpec, qdata: Vie
         {
             **kernel_constants(spec, ROWWISE),
             "DIRECT_CAST": plan.device.has_direct_cast,
+            "CODES": codes,
             "EVEN": rows % tile.m == 0 and n == tile.n,
             **tile.sizes(),
             "STAGES": cast_tiles.ROWS_STAGES,

@@ -59,11 +59,13 @@ from tritonfp8.layers.linear.operands import (
     LOCAL,
     NO_PAIR,
     Amaxes,
+    First,
     OperandProvider,
     Pair,
     PairsAndSum,
     found_together,
     quantize_for,
+    quantize_later,
 )
 from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.layers.linear.weight_scope import (

@@ -10,10 +10,11 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.compat import counting
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, OperandProvider, Pair
+from tritonfp8.layers.linear.operands import LOCAL, First, OperandProvider, Pair
 from tritonfp8.layers.linear.weight_source import CASTS, WeightSource, serves_both
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Gemm, Recipe
+from tritonfp8.specs import QuantSpec
 
 
 def multiply(
@@ -83,12 +84,22 @@ class LinearFunction(torch.autograd.Function):
             out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
         else:
             out = ops.matmul(input, weight, bias)
-        if plan.weight_is_cached:
+        if plan.weight_is_cached or _reads_codes_of_shard(plan):
             cached = cached_for_backward(plan, weight_pair, cached)
         keep_weight = plan.needs_grad_input and cached[0] is None
         keep_input = plan.needs_grad_weight and kept[0] is None
+        # In high precision backward reads the values of the codes.
+        dequantizes = keep_input and recipe.from_codes and recipe.grad_weight.rhs is None and input_pair[0] is not None
+        if dequantizes:
+            keep_input, kept = False, input_pair
         ctx.save_for_backward(
-            weight if keep_weight else None, weight_amax_t, input if keep_input else None, *kept, *cached
+            weight if keep_weight else None,
+            weight_pair[1] if keep_weight and recipe.codes_of("weight") is not None else None,
+            weight_amax_t,
+            input if keep_input else None,
+            input_pair[1] if keep_input and recipe.codes_of("input") is not None else None,
+            *kept,
+            *cached,
         )
         ctx.plan = plan
         ctx.needs_grad_bias = bias is not None and bias.requires_grad
@@ -102,8 +113,10 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        weight, weight_amax_t, input, input_qdata, input_scale, *cached = ctx.saved_tensors
-        saved = Saved(weight, weight_amax_t, input, (input_qdata, input_scale), (cached[0], cached[1]), ctx.dtypes)
+        weight, weight_scale, weight_amax_t, input, first_scale, qdata, scale, *cached = ctx.saved_tensors
+        saved = Saved(
+            weight, weight_amax_t, input, (qdata, scale), (cached[0], cached[1]), ctx.dtypes, weight_scale, first_scale
+        )
         return gradients(ctx.plan, grad_output, saved, ctx.needs_grad_bias)
 
 
@@ -118,6 +131,8 @@ class Saved(NamedTuple):
             amaxes of ``input.T``; see :meth:`OperandProvider.input_now`.
         cached: of a weight that the caller keeps quantized; see :func:`cached_for_backward`.
         dtypes: of the input and the weight, and so of their gradients.
+        weight_scale, input_scale: of the codes of the weight and of an input that backward casts again, if their
+            transposes are made from codes.
     """
 
     weight: Tensor | None
@@ -126,6 +141,13 @@ class Saved(NamedTuple):
     input_pair: Pair
     cached: Pair
     dtypes: tuple[torch.dtype, torch.dtype]
+    weight_scale: Tensor | None = None
+    input_scale: Tensor | None = None
+
+
+def first_of(spec: QuantSpec | None, scale: Tensor | None) -> First | None:
+    """The cast whose codes a transpose is made from; None if it is made from values."""
+    return None if spec is None else First(spec, scale)
 
 
 def gradients(
@@ -136,10 +158,11 @@ def gradients(
     grad_input = grad_weight = grad_bias = None
     spec = recipe.grad_input.lhs if plan.needs_grad_input else None
     spec_t = recipe.grad_weight.lhs if plan.needs_grad_weight else None
+    codes = recipe.codes_of("grad_output")
     if needs_grad_bias:
-        pair, pair_t, grad_bias = plan.provider.grad_output_and_sum(grad_output, spec, spec_t)
+        pair, pair_t, grad_bias = plan.provider.grad_output_and_sum(grad_output, spec, spec_t, codes)
     else:
-        pair, pair_t = plan.provider.grad_output(grad_output, spec, spec_t)
+        pair, pair_t = plan.provider.grad_output(grad_output, spec, spec_t, codes)
     # Codes that forward saved are free before grad_input, which is as large as the input, is allocated.
     weight_first = saved.input_pair[0] is not None
     if plan.needs_grad_weight and weight_first:
@@ -156,10 +179,23 @@ def _grad_input(plan: LinearPlan, grad_output: Tensor, pair: Pair, saved: Saved)
     if plan.layer is not None:
         counting.announce(plan.layer, "grad_input")
     if recipe.grad_input.rhs is not None:
-        weight_pair = weight_t(plan, grad_output, saved.weight, saved.cached, saved.weight_amax_t)
+        first = first_of(recipe.codes_of("weight"), saved.weight_scale)
+        weight_pair = weight_t(plan, grad_output, saved.weight, saved.cached, saved.weight_amax_t, first)
         return multiply(recipe.grad_input, pair, weight_pair, None, saved.dtypes[0])
-    assert saved.weight is not None
-    return ops.matmul(grad_output, saved.weight.t())
+    return ops.matmul(grad_output, _weight_values(plan, saved).t())
+
+
+def _weight_values(plan: LinearPlan, saved: Saved) -> Tensor:
+    """The weight for a GEMM in high precision; with codes the values that forward multiplied, in the input's dtype."""
+    spec, (qdata, scale), dtype = plan.recipe.codes_of("weight"), saved.cached, saved.dtypes[0]
+    if spec is None or plan.source.has_codes:
+        # A weight that has codes has their values only.
+        assert saved.weight is not None
+        return saved.weight
+    if qdata is None or scale is None:
+        assert saved.weight is not None
+        qdata, scale = ops.quantize(saved.weight, *spec.args)
+    return ops.dequantize(qdata, scale, *spec.args, dtype)
 
 
 def _grad_weight(plan: LinearPlan, grad_output: Tensor, pair_t: Pair, saved: Saved) -> Tensor:
@@ -170,8 +206,12 @@ def _grad_weight(plan: LinearPlan, grad_output: Tensor, pair_t: Pair, saved: Sav
         input_pair = saved.input_pair
         if plan.casts_input_again:
             assert input is not None
-            input_pair = plan.provider.input_later(recomputable(input), recipe.grad_weight.rhs, input_pair[1])
+            first = first_of(recipe.codes_of("input"), saved.input_scale)
+            input_pair = plan.provider.input_later(recomputable(input), recipe.grad_weight.rhs, input_pair[1], first)
         return multiply(recipe.grad_weight, pair_t, input_pair, None, saved.dtypes[1])
+    (qdata, scale), spec = saved.input_pair, recipe.codes_of("input")
+    if spec is not None and qdata is not None and scale is not None:
+        input = ops.dequantize(qdata, scale, *spec.args, saved.dtypes[0])
     assert input is not None
     return ops.matmul(grad_output.t(), input.t())
 
@@ -186,7 +226,12 @@ def recomputable(x: Tensor) -> Tensor:
 
 
 def weight_t(
-    plan: LinearPlan, grad_output: Tensor, weight: Tensor | None, cached: Pair, amax_t: Tensor | None = None
+    plan: LinearPlan,
+    grad_output: Tensor,
+    weight: Tensor | None,
+    cached: Pair,
+    amax_t: Tensor | None = None,
+    first: First | None = None,
 ) -> Pair:
     """The transposed weight for ``grad_input``: from the cached operands if there are any, else from the source."""
     qdata, scale = cached
@@ -195,11 +240,16 @@ def weight_t(
     spec_t = plan.recipe.grad_input.rhs
     assert weight is not None
     assert spec_t is not None
-    return plan.source.later(weight, spec_t, amax_t, grad_output)
+    return plan.source.later(weight, spec_t, amax_t, grad_output, first)
+
+
+def _reads_codes_of_shard(plan: LinearPlan) -> bool:
+    """Whether backward dequantizes a shard: its codes are kept, as their amaxes take a collective of forward."""
+    dequantizes = plan.recipe.codes_of("weight") is not None and plan.recipe.grad_input.rhs is None
+    return dequantizes and plan.needs_grad_input and plan.source is not CASTS and not plan.source.has_codes
 
 
 def cached_for_backward(plan: LinearPlan, weight_pair: Pair, cached: Pair) -> Pair:
     """The pair to save for :func:`weight_t` of a weight that the caller keeps quantized; else no pair."""
-    if not plan.weight_is_cached:
-        return NO_PAIR
-    return weight_pair if serves_both(plan.recipe) else cached
+    reads_first = serves_both(plan.recipe) or (plan.recipe.from_codes and plan.recipe.grad_input.rhs is None)
+    return weight_pair if reads_first else cached

@@ -146,9 +146,12 @@ class SharedInput:
         return value
 
     def quantize(
-        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], provider: OperandProvider
+        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, ...], provider: OperandProvider
     ) -> tuple[Pair, Pair]:
-        """``rows`` quantized by both specs, shared under ``input``, the tensor that the siblings are called with."""
+        """``rows`` quantized by ``specs``, the arguments of the provider's ``input``.
+
+        Shared under ``input``, the tensor that the siblings are called with.
+        """
         if torch.compiler.is_compiling():
             return provider.input(rows, *specs)
         entry = self._entry(input)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,13 +18,36 @@ Amaxes = tuple[Tensor | None, Tensor | None]
 """float32 amaxes of the blocks of a matrix and of its transpose; None where each block lies on one rank."""
 
 
-def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-    """``(qdata, scale)`` of ``x`` and of ``x.T``, each None where its spec is; ``x`` may be matrices ``[E, N, K]``."""
+class First(NamedTuple):
+    """The untransposed cast of a matrix, whose codes the transpose is made from.
+
+    Attributes:
+        spec: of the codes.
+        scale: of the codes; None where nobody kept them, and ``x`` is quantized again.
+    """
+
+    spec: QuantSpec
+    scale: Tensor | None
+
+
+def quantize_for(
+    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
+) -> tuple[Pair, Pair]:
+    """``(qdata, scale)`` of ``x`` and of ``x.T``, each None where its spec is; ``x`` may be matrices ``[E, N, K]``.
+
+    ``codes``: the spec of the codes of ``x`` that ``x.T`` is made from; None to make it from values.
+    """
     matrices = x.ndim == 3
-    if spec is not None and spec_t is not None and not matrices:
-        qdata, scale, qdata_t, scale_t = ops.quantize_both(x, *spec.args, *spec_t.args)
-        return (qdata, scale), (qdata_t, scale_t)
+    first = codes if codes is not None and spec_t is not None else spec
+    if first is not None and spec_t is not None and not matrices:
+        # A default is left out: the dispatcher takes time for each argument.
+        flags = () if codes is None else (True,)
+        qdata, scale, qdata_t, scale_t = ops.quantize_both(x, *first.args, *spec_t.args, *flags)
+        return NO_PAIR if spec is None else (qdata, scale), (qdata_t, scale_t)
     cast = ops.quantize_matrices if matrices else ops.quantize
+    if codes is not None and spec_t is not None:
+        pair = cast(x, *codes.args)
+        return NO_PAIR if spec is None else pair, ops.transpose_codes(*pair, *codes.args, *spec_t.args)
     return (
         NO_PAIR if spec is None else cast(x, *spec.args),
         NO_PAIR if spec_t is None else cast(x, *spec_t.args, True),
@@ -37,10 +61,12 @@ def found_together(spec: QuantSpec | None, spec_t: QuantSpec | None) -> bool:
     return spec.block == spec_t.block and spec.block in (TENSORWISE, ROWWISE)
 
 
-def quantize_now(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+def quantize_now(
+    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: bool = False
+) -> tuple[Pair, Tensor | None]:
     """``(qdata, scale)`` of ``x``; and the amax of ``x.T`` for :func:`quantize_later`, if it is known then.
 
-    ``x`` may be the matrices of experts, ``[E, N, K]``.
+    ``x`` may be the matrices of experts, ``[E, N, K]``. ``codes``: ``x.T`` will be made from codes.
     """
     if spec is None:
         return NO_PAIR, None
@@ -48,14 +74,19 @@ def quantize_now(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) ->
     if spec_t is None or not found_together(spec, spec_t):
         return (ops.quantize_matrices if matrices else ops.quantize)(x, *spec.args), None
     cast = ops.quantize_matrices_with_amax if matrices else ops.quantize_with_amax
-    qdata, scale, amax = cast(x, *spec.args, *spec_t.args)
+    qdata, scale, amax = cast(x, *spec.args, *spec_t.args, *((True,) if codes else ()))
     return (qdata, scale), amax
 
 
-def quantize_later(x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None) -> Pair:
-    """``(qdata, scale)`` of ``x.T`` by the amax that :func:`quantize_now` returned."""
+def quantize_later(x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, first: First | None = None) -> Pair:
+    """``(qdata, scale)`` of ``x.T`` by the amax that :func:`quantize_now` returned; ``first`` is its cast of ``x``."""
+    amax = () if amax_t is None else (amax_t,)
+    if first is not None and first.scale is None:
+        return quantize_for(x, None, spec_t, first.spec)[1]
+    if first is not None:
+        return ops.transpose_codes(x, first.scale, *first.spec.args, *spec_t.args, *amax)
     cast = ops.quantize_matrices if x.ndim == 3 else ops.quantize
-    return cast(x, *spec_t.args, True, *(() if amax_t is None else (amax_t,)))
+    return cast(x, *spec_t.args, True, *amax)
 
 
 @dataclass(frozen=True)
@@ -66,7 +97,8 @@ class OperandProvider:
     compared by value, because a compiled graph is guarded on them. The operands of the weight come from a
     :class:`~.weight_source.WeightSource`.
 
-    A spec of None means that no GEMM reads the operand in that orientation; its pair is ``(None, None)``.
+    A spec of None means that no GEMM reads the operand in that orientation; its pair is ``(None, None)``. ``codes`` is
+    the spec of the codes that the transpose is made from (:meth:`~tritonfp8.Recipe.codes_of`), None for values.
     """
 
     @property
@@ -74,32 +106,41 @@ class OperandProvider:
         """Sibling layers share the cast of an input only if this value is equal for both."""
         return None
 
-    def input(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+    def input(
+        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
+    ) -> tuple[Pair, Pair]:
         """``(qdata, scale)`` of the input ``x [M, K]`` for ``output``, and of ``x.T`` for ``grad_weight``."""
-        return quantize_for(x, spec, spec_t)
+        return quantize_for(x, spec, spec_t, codes)
 
-    def input_now(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+    def input_now(
+        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
+    ) -> tuple[Pair, Tensor | None]:
         """The input for ``output``, where backward casts it again for ``grad_weight``.
 
         Returns:
             ``(qdata, scale)``; and the amaxes of ``x.T`` if they are known, which backward passes to
             :meth:`input_later`.
         """
-        return quantize_now(x, spec, spec_t)
+        return quantize_now(x, spec, spec_t, codes is not None)
 
-    def input_later(self, x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None) -> Pair:
+    def input_later(self, x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, first: First | None = None) -> Pair:
         """``(qdata, scale)`` of ``x.T`` for ``grad_weight``; runs in backward."""
-        return quantize_later(x, spec_t, amax_t)
+        return quantize_later(x, spec_t, amax_t, first)
 
-    def grad_output(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+    def grad_output(
+        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
+    ) -> tuple[Pair, Pair]:
         """``(qdata, scale)`` of ``x [M, N]`` for ``grad_input``, and of ``x.T`` for ``grad_weight``."""
-        return quantize_for(x, spec, spec_t)
+        return quantize_for(x, spec, spec_t, codes)
 
-    def grad_output_and_sum(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> PairsAndSum:
+    def grad_output_and_sum(
+        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
+    ) -> PairsAndSum:
         """As :meth:`grad_output`, and the gradient of a bias ``[N]``: the sum of the rows of ``x [M, N]``."""
         if spec is None or spec_t is None:
-            return *quantize_for(x, spec, spec_t), x.sum(0)
-        qdata, scale, qdata_t, scale_t, total = ops.quantize_both_sum(x, *spec.args, *spec_t.args)
+            return *quantize_for(x, spec, spec_t, codes), x.sum(0)
+        flags = () if codes is None else (True,)
+        qdata, scale, qdata_t, scale_t, total = ops.quantize_both_sum(x, *spec.args, *spec_t.args, *flags)
         return (qdata, scale), (qdata_t, scale_t), total
 
 

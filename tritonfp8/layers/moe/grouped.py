@@ -21,7 +21,7 @@ from tritonfp8.compat import counting
 from tritonfp8.compat.torch_private import is_transformed
 from tritonfp8.layers.extensions import SOURCES
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear import CASTS, NO_PAIR, Pair, WeightSource, autocast_dtype, cast_to
+from tritonfp8.layers.linear import CASTS, NO_PAIR, First, Pair, WeightSource, autocast_dtype, cast_to
 from tritonfp8.layers.moe.checks import (
     are_plain,
     check_cached,
@@ -70,12 +70,25 @@ class Rows(NamedTuple):
         return rows if self.factors is None else (rows.float() * self.factors.float()[:, None]).to(rows.dtype)
 
 
-def tokens_of(rows: Rows, offsets: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-    """``(qdata, scale)`` of each group of rows and of its transpose, each None where its spec is."""
+def tokens_of(
+    rows: Rows,
+    offsets: Tensor,
+    spec: QuantSpec | None,
+    spec_t: QuantSpec | None,
+    codes: QuantSpec | None = None,
+) -> tuple[Pair, Pair]:
+    """``(qdata, scale)`` of each group of rows and of its transpose, each None where its spec is.
+
+    ``codes``: the spec of the codes that the transposes are made from; None to make them from values.
+    """
     x, *sources, amax = rows
-    if spec is not None and spec_t is not None:
-        qdata, scale, qdata_t, scale_t = ops.quantize_groups_both(x, offsets, *spec.args, *spec_t.args, *sources, amax)
-        return (qdata, scale), (qdata_t, scale_t)
+    first = codes if codes is not None and spec_t is not None else spec
+    if first is not None and spec_t is not None:
+        known = (amax,) if codes is None else (None, True)
+        qdata, scale, qdata_t, scale_t = ops.quantize_groups_both(
+            x, offsets, *first.args, *spec_t.args, *sources, *known
+        )
+        return NO_PAIR if spec is None else (qdata, scale), (qdata_t, scale_t)
     return (
         NO_PAIR if spec is None else ops.quantize_groups(x, offsets, *spec.args, False, *sources),
         NO_PAIR if spec_t is None else ops.quantize_groups(x, offsets, *spec_t.args, True, *sources),
@@ -99,6 +112,17 @@ def _multiply(
     )  # fmt: skip
 
 
+def _dequantized(rows: Tensor, offsets: Tensor, spec: QuantSpec) -> Tensor:
+    """Rows of groups as forward multiplied them, in their own dtype."""
+    qdata, scale = ops.quantize_groups(rows, offsets, *spec.args)
+    if spec.block[0] == -1:
+        # The scale of a row is the scale of its group; rows of no group are zeros.
+        place = torch.arange(len(rows), dtype=offsets.dtype, device=rows.device)
+        scale = scale[torch.searchsorted(offsets, place, right=True).clamp(max=len(offsets) - 1)]
+        return (qdata.float() * scale).to(rows.dtype)
+    return ops.dequantize(qdata, scale, *spec.args, rows.dtype)
+
+
 GroupedOperands = tuple[QuantizedGroups | None, QuantizedGroups | None]
 """Weights as two grouped GEMMs read them: quantized untransposed and transposed; None where no GEMM reads them."""
 
@@ -108,7 +132,7 @@ def quantize_weights(weight: Tensor, recipe: Recipe, needs_grad_input: bool = Tr
     specs = (recipe.output.rhs, recipe.grad_input.rhs if needs_grad_input else None)
     first, second = (
         None if spec is None else QuantizedGroups(*pair, spec, "matrices", weight.shape[0])  # type: ignore[arg-type]
-        for spec, pair in zip(specs, CASTS.both(weight, *specs), strict=True)
+        for spec, pair in zip(specs, CASTS.both(weight, *specs, recipe.codes_of("weight")), strict=True)
     )
     return first, second
 
@@ -139,34 +163,41 @@ class GroupedPlan(NamedTuple):
 
         Returns:
             The rows; and what :meth:`grad_input` reads of the weight: the weight or None, the amaxes of its transposes
-            or None, the codes that the caller keeps.
+            or None, the scales of the codes that these are made from or None, the codes that the caller keeps.
         """
         if self.layer is not None:
             counting.announce(self.layer, "output")
-        gemm, amax_t = self.recipe.output, None
+        gemm, amax_t, codes = self.recipe.output, None, self.recipe.codes_of("weight")
+        rhs: Pair = NO_PAIR
         if gemm.rhs is None:
             out = ops.grouped_matmul(rows.tensor(), weight, offsets, bias)
         else:
-            rhs: Pair = (cached[0], cached[1]) if self.is_cached else NO_PAIR
-            if not self.is_cached:
+            if self.is_cached:
+                rhs = cached[0], cached[1]
+            else:
                 spec_t = self.recipe.grad_input.rhs if self.needs_grad_input else None
-                rhs, amax_t = self.source.now(weight, gemm.rhs, spec_t)
+                rhs, amax_t = self.source.now(weight, gemm.rhs, spec_t, codes)
             out = _multiply(gemm, lhs, rhs, offsets, bias, rows.x.dtype)
         if not self.needs_grad_input:
-            return out, [None, None]
+            return out, [None, None, None]
         keeps = not self.is_cached or cached[2] is None
-        return out, [weight if keeps else None, amax_t, *cached[2:]]
+        scale = rhs[1] if keeps and codes is not None else None
+        return out, [weight if keeps else None, amax_t, scale, *cached[2:]]
 
     def grad_input(self, grad: Rows, lhs: Pair, kept: Sequence[Any], offsets: Tensor) -> Tensor:
         """The gradient of the rows; ``kept`` as :meth:`output` returned it."""
         if self.layer is not None:
             counting.announce(self.layer, "grad_input")
         gemm = self.recipe.grad_input
-        weight, amax_t, *codes = kept
+        weight, amax_t, scale, *cached = kept
+        spec = self.recipe.codes_of("weight")
         if gemm.rhs is None:
             assert weight is not None
+            if spec is not None:
+                weight = ops.dequantize(*ops.quantize_matrices(weight, *spec.args), *spec.args, grad.x.dtype)
             return ops.grouped_matmul(grad.tensor(), weight.transpose(1, 2), offsets)
-        rhs = (codes[0], codes[1]) if codes else self.source.later(weight, gemm.rhs, amax_t, grad.x)
+        first = None if spec is None else First(spec, scale)
+        rhs = (cached[0], cached[1]) if cached else self.source.later(weight, gemm.rhs, amax_t, grad.x, first)
         return _multiply(gemm, lhs, rhs, offsets, None, grad.x.dtype)
 
     def grad_weight(
@@ -179,7 +210,10 @@ class GroupedPlan(NamedTuple):
         if gemm.rhs is not None:
             return _multiply(gemm, lhs, rhs, offsets, None, dtype, grad.number)
         assert rows is not None
-        return ops.grouped_matmul(grad.tensor().t(), rows.tensor().t(), offsets)
+        values, spec = rows.tensor(), self.recipe.codes_of("input")
+        if spec is not None:
+            values = _dequantized(values, offsets, spec)
+        return ops.grouped_matmul(grad.tensor().t(), values.t(), offsets)
 
     def rows_of_swiglu(self, grad: Tensor, gate_up: Tensor, offsets: Tensor) -> Rows:
         """The gradient of ``gate_up`` from its SwiGLU's gradient, as this layer's gradient, whose casts come next.
@@ -188,7 +222,8 @@ class GroupedPlan(NamedTuple):
         """
         lhs, lhs_t = self.recipe.grad_input.lhs, self.recipe.grad_weight.lhs
         both = self.needs_grad_input and self.needs_grad_weight
-        if not both or lhs is None or lhs_t is None or -1 not in (*lhs.block, *lhs_t.block):
+        from_codes = self.recipe.codes_of("grad_output") is not None
+        if not both or from_codes or lhs is None or lhs_t is None or -1 not in (*lhs.block, *lhs_t.block):
             return Rows(ops.swiglu_backward(grad, gate_up))
         rows, amax = ops.swiglu_backward_amax(grad, gate_up, offsets, *lhs.args, *lhs_t.args)
         return Rows(rows, amax=amax)
@@ -200,6 +235,7 @@ class GroupedPlan(NamedTuple):
             offsets,
             self.recipe.grad_input.lhs if self.needs_grad_input else None,
             self.recipe.grad_weight.lhs if self.needs_grad_weight else None,
+            self.recipe.codes_of("grad_output"),
         )
 
 
@@ -212,7 +248,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
         rows = Rows(input)
-        pair, kept = tokens_of(rows, offsets, plan.recipe.output.lhs, kept_spec)
+        pair, kept = tokens_of(rows, offsets, plan.recipe.output.lhs, kept_spec, plan.recipe.codes_of("input"))
         out, of_weight = plan.output(rows, pair, weight, cached, offsets, bias)
         keeps_input = plan.needs_grad_weight and kept[0] is None
         ctx.save_for_backward(offsets, input if keeps_input else None, *kept, *of_weight)

@@ -1,0 +1,65 @@
+"""Transposes made from codes compile: for Hopper without spills, for Ada and Blackwell at all."""
+
+import pytest
+import torch
+from test_casts import CASTS, check_spills, every_target, matrix
+
+from tritonfp8.launch import casts
+from tritonfp8.specs import empty_grouped_scale, empty_scale
+from tritonfp8.specs.formats import FORMATS
+
+POW2 = [spec for spec in CASTS if spec.scale_rounding == "pow2"]
+META = torch.device("meta")
+
+
+def codes(x, spec, groups=0):
+    """Codes and scales of a matrix, of matrices, or of groups of rows."""
+    layout = "matrices" if x.ndim == 3 else "rows"
+    scale = (
+        empty_grouped_scale(x.shape, spec, layout, groups or x.shape[0], META)
+        if groups or x.ndim == 3
+        else empty_scale(x.shape, spec.block, spec.scale_format, META)
+    )
+    return x.to(FORMATS[spec.format].dtype), scale
+
+
+def transpose(x, spec, source):
+    args = (*spec.args, *spec.args)
+    q, scale = codes(x, spec)
+    amax = torch.empty((x.shape[-1], 1), device=META) if spec.block == (1, -1) else None
+    return {
+        "codes": lambda: casts.transpose_codes(q, scale, *args, amax),
+        "values": lambda: casts.transpose_codes(x, scale, *args, amax),
+        "both": lambda: casts.quantize_both(x, *args, True),
+        "amax": lambda: casts.transpose_codes(q, scale, *args),
+    }[source]
+
+
+@pytest.mark.parametrize("source", ["codes", "values", "both", "amax"])
+@pytest.mark.parametrize("spec", POW2, ids=str)
+@every_target
+def test_transposes_of_codes_compile_for_every_target(compiled, spec, source, cc):
+    if spec.block == (128, 128):
+        source = "codes"
+    for shape in ((4096, 4096), (4080, 4112)):
+        check_spills(compiled(cc, transpose(matrix(*shape), spec, source)), cc)
+
+
+@pytest.mark.parametrize("spec", [POW2[0], POW2[1], POW2[3]], ids=str)
+@every_target
+def test_transposes_of_matrices_and_of_groups_compile(compiled, spec, cc):
+    args = (*spec.args, *spec.args)
+    weights = matrix(4, 2048, 1024)
+    q, scale = codes(weights, spec)
+    check_spills(compiled(cc, lambda: casts.transpose_codes(q, scale, *args)), cc)
+    offsets = torch.empty(8, dtype=torch.int32, device=META)
+    tokens, of_tokens = codes(matrix(4096, 2048), spec, 8)
+    check_spills(compiled(cc, lambda: casts.transpose_group_codes(tokens, of_tokens, offsets, *args)), cc)
+    x = matrix(4096, 2048)
+    check_spills(compiled(cc, lambda: casts.quantize_groups_both(x, offsets, *args, codes=True)), cc)
+
+
+@pytest.mark.parametrize("columns", [4096, 14336, 32768])
+def test_amaxes_of_codes_compile_without_spills(compiled, columns):
+    args = (*POW2[0].args, *POW2[0].args)
+    check_spills(compiled(90, lambda: casts.quantize_with_amax(matrix(4096, columns), *args, True)))

@@ -1,0 +1,90 @@
+"""Transposes of quantized tensors, made from codes: of one matrix, of matrices, and of groups of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import reference
+from tritonfp8.launch.casts.dense import new_side, transpose
+from tritonfp8.launch.casts.groups import Groups, of_empty_groups, plan_sides, side_of_matrices, side_of_tokens
+from tritonfp8.launch.casts.side import Side
+from tritonfp8.launch.launcher import launcher
+from tritonfp8.launch.plan import Planner, View
+from tritonfp8.specs import ROWWISE, QuantSpec, check_group_spec, check_transposable, moves_codes, spec_of
+from tritonfp8.specs.formats import FORMATS
+
+
+def _source(x: View, scale: View, spec: QuantSpec, grouped: bool) -> Side:
+    """The side of codes that a kernel reads: scales, in the coordinates of ``x``, of each matrix or of groups."""
+    if x.ndim == 3:
+        (group, row, col), sizes = scale.strides, scale.shape[1:]
+    elif grouped and spec.block[0] == -1:
+        (group, col), row, sizes = scale.strides, 0, (1, scale.shape[1])
+    else:
+        (row, col), group, sizes = scale.strides, 0, scale.shape
+    return Side(x, (0, 0, 0), scale, (row, col, group), sizes, spec.block, spec)
+
+
+def plan_transpose_codes(
+    plan: Planner, x: View, scale: View, amax: View | None, spec: str, spec_t: str
+) -> list[View] | None:
+    """Outputs: qdata, scale."""
+    found, found_t = spec_of(spec), spec_of(spec_t)
+    check_transposable(found, found_t)
+    if not x.numel() or moves_codes(found, found_t) or x.strides[-1] != 1:
+        return None
+    if x.ndim == 3:
+        groups, n, k = x.shape
+        if not x.is_contiguous():
+            return None
+        of = Groups(x.strided((groups * n, k), (k, 1)), groups, n, None)
+        side, *outputs = side_of_matrices(plan, x.shape, found_t, True)
+    else:
+        of = Groups(x, 1, x.shape[0], None)
+        side, *outputs = new_side(plan, x.shape, found_t, True)
+    if amax is not None:
+        if -1 not in side.block or not amax.is_contiguous():
+            return None
+        of = of._replace(amax=amax.strided((amax.numel(),), (1,)).retyped(torch.int32))
+    return _transposed(plan, of, _source(x, scale, found, False), side, outputs)
+
+
+def plan_transpose_group_codes(
+    plan: Planner, x: View, scale: View, offsets: View, spec: str, spec_t: str
+) -> list[View] | None:
+    """Outputs: qdata, scale."""
+    found, found_t = spec_of(spec), spec_of(spec_t)
+    check_transposable(found, found_t)
+    check_group_spec(found, "rows")
+    if not x.numel() or moves_codes(found, found_t) or x.strides[-1] != 1 or not offsets.is_contiguous():
+        return None
+    of = Groups(x, offsets.shape[0], 0, offsets)
+    side, *outputs = side_of_tokens(plan, of, found_t, True)
+    return _transposed(plan, of, _source(x, scale, found, True), side, outputs)
+
+
+def _transposed(plan: Planner, of: Groups, source: Side, side: Side, outputs: list[View]) -> list[View] | None:
+    """``outputs``, filled from codes or from the values that they were made of; None if no kernel finds the amaxes."""
+    is_codes = of.x.dtype == FORMATS[source.spec.format].dtype
+    has_rows = source.block == ROWWISE and source.scale.is_contiguous()
+    if of.amax is None and -1 in side.block and not (is_codes and has_rows):
+        return None
+    of = of._replace(factors=source.scale if has_rows else None, codes="codes" if is_codes else "cast")
+    plan_sides(plan, of, None, side, read=source)
+    return outputs
+
+
+def _moved(x: Tensor, scale: Tensor, spec: str, spec_t: str, amax: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Square blocks of one matrix, which keep their codes."""
+    found = spec_of(spec)
+    if not moves_codes(found, spec_of(spec_t)) or x.ndim != 2 or not x.numel():
+        return None
+    qdata = reference.casts.codes_by(x, scale, found)
+    return transpose(qdata), scale.t().clone(memory_format=torch.contiguous_format)
+
+
+transpose_codes = launcher(plan_transpose_codes, reference.transpose_codes, _moved)
+transpose_group_codes = launcher(
+    plan_transpose_group_codes, reference.transpose_group_codes, of_empty_groups(reference.transpose_group_codes)
+)
