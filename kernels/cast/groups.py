@@ -24,7 +24,14 @@ from tritonfp8.kernels.cast.quantize import (
     values_of_codes,
 )
 from tritonfp8.kernels.group_table import FIELDS, bounds_of
-from tritonfp8.kernels.numerics import amax_bits, magnitudes, magnitudes_of_codes, reduce_max, within_threads
+from tritonfp8.kernels.numerics import (
+    amax_bits,
+    larger_or_nan,
+    magnitudes,
+    magnitudes_of_codes,
+    reduce_max,
+    within_threads,
+)
 from tritonfp8.kernels.pdl import begin
 
 
@@ -32,8 +39,10 @@ from tritonfp8.kernels.pdl import begin
 def _raise_maxima(
     highest, col_ptr, whole_ptr, group, cols, mask, N, DTYPE: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Raise the maxima of a group by those of some of its rows, magnitudes of DTYPE."""
+    """Raise the maxima of a group by those of some of its rows, magnitudes of DTYPE or, of codes, floats."""
     found = reduce_max(highest, 0)
+    if found.dtype.is_floating():
+        found = magnitudes_of_codes(found)
     if COL:
         tl.atomic_max(col_ptr + group.to(tl.int64) * N + cols, amax_bits(found, DTYPE), mask=mask, sem="relaxed")
     if WHOLE:
@@ -58,8 +67,9 @@ def group_amax_kernel(
     by atomics: the maximum of integers is the same in every order. Codes have a scale a row, their factor.
     """
     begin(DEPENDENT)
+    CODES: tl.constexpr = SOURCE == "codes"
     # 16 bits hold the values of codes.
-    DTYPE: tl.constexpr = tl.bfloat16 if SOURCE == "codes" else x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.bfloat16 if CODES else x_ptr.dtype.element_ty
     source = Source(x_ptr, picked_ptr, factors_ptr, stride_xm, stride_xn)
     L: tl.constexpr = TILE_M // R
     pid_m, pid_n = tile_index(tl.program_id(0), blocks * ALIGNMENT, N, ALIGNMENT, TILE_N, 1)
@@ -70,21 +80,22 @@ def group_amax_kernel(
         group, start, count, place = rows_of(tile, table_ptr, rows, MATRICES, ALIGNMENT)
         first = place * ALIGNMENT
         row_maxima = row_ptr + pid_n.to(tl.int64) * stride_part + start
-        # Zeros of the dtype of the magnitudes.
-        highest = tl.zeros((L, TILE_N), magnitudes(tl.zeros((1,), DTYPE)).dtype)
+        # Zeros of the dtype of the magnitudes; of codes floats, whose maximum takes one instruction.
+        highest = tl.zeros((L, TILE_N), tl.float32 if CODES else magnitudes(tl.zeros((1,), DTYPE)).dtype)
         for part in range(first, tl.minimum(first + ALIGNMENT, count), TILE_M):
             within = part + tl.arange(0, TILE_M)
             mask = (within < count)[:, None] & (cols < N)[None, :]
             x = load_rows(source, start, count, within, cols, mask, SOURCE, False)
-            if SOURCE == "codes":
+            if CODES:
                 scale = tl.load(factors_ptr + start + within, mask=within < count, other=0.0)
-                values = magnitudes_of_codes(x.to(tl.float32) * scale[:, None])
+                values = tl.abs(x.to(tl.float32) * scale[:, None])
+                highest = larger_or_nan(highest, within_threads(values, R))
             else:
                 values = magnitudes(x)
-            if ROW:
-                tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
-            if COL or WHOLE:
-                highest = tl.maximum(highest, within_threads(values, R))
+                if ROW:
+                    tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
+                if COL or WHOLE:
+                    highest = tl.maximum(highest, within_threads(values, R))
         if (COL or WHOLE) and (tile < blocks) & (count > first):
             _raise_maxima(highest, col_ptr, whole_ptr, group, cols, cols < N, N, DTYPE, COL, WHOLE)
 

@@ -59,7 +59,7 @@ def test_transposes_of_matrices_and_of_groups_compile(compiled, spec, cc):
     check_spills(compiled(cc, lambda: casts.quantize_groups_both(x, offsets, *args, codes=True)), cc)
 
 
-@pytest.mark.parametrize("columns", [4096, 14336, 32768])
+@pytest.mark.parametrize("columns", [4096, 14336, 24576, 32768])
 def test_amaxes_of_codes_compile_without_spills(compiled, columns):
     args = (*POW2[0].args, *POW2[0].args)
     check_spills(compiled(90, lambda: casts.quantize_with_amax(matrix(4096, columns), *args, True)))

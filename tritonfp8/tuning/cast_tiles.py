@@ -125,6 +125,8 @@ ROW_TILES = {
 MAX_ROW_IN_TILE = max(ROW_TILES)
 # Of whole rows, where the amaxes of columns are found in the same pass: a program keeps the column amaxes of its rows.
 ROWS_WITH_COLUMNS = {**ROW_TILES, 16384: CastTile(1, 16384, 16, registers=128)}
+# Longer rows, where the amaxes of columns are of codes: of values this tile spills.
+LONG_ROWS_WITH_CODES = CastTile(1, 32768, 16, registers=128)
 # Warps of these programs on a multiprocessor, and the stages of their loads. Few programs have few partial maxima.
 ROWS_WARPS = 16
 ROWS_STAGES = 3
@@ -148,6 +150,13 @@ GROUPS = CastTile(128, 128, 4)
 GROUPS_OF_LARGE_BLOCKS = CastTile(128, 128, 8)
 # Tiles of scaled rows run down the columns: all groups at once read the same columns, which the cache has.
 SCALED_GROUPS = CastTile(128, 128, 8, group=4096)
+# Of transposes that are made from codes, by the block of the codes: from codes, from the values that codes are made of
+# again, and in the pass that makes the codes. A limit of registers spills a little, and more programs run at once.
+OF_CODES = {BLOCK_1X128: GROUPS_OF_LARGE_BLOCKS, BLOCK_1X32: CastTile(128, 128, 4, registers=168)}
+OF_VALUES_OF_CODES = {BLOCK_1X128: GROUPS_OF_LARGE_BLOCKS}
+WITH_CODES = {BLOCK_1X128: CastTile(128, 128, 4, registers=168), BLOCK_1X32: CastTile(128, 64, 4)}
+# Of the amaxes of codes.
+AMAX_OF_CODES = CastTile(64, 256, 4)
 # Of matrices to scales of columns, read once; how often a program looks whether the amaxes of its columns are known
 # before it leaves its tile.
 COLUMNS = CastTile(256, 64, 4)
@@ -214,9 +223,14 @@ def row_tile(n: int) -> CastTile:
     return next(tile for longest, tile in ROW_TILES.items() if n <= longest)
 
 
-def rows_with_columns(n: int, itemsize: int) -> CastTile | None:
-    """The tile of whole rows of ``n`` elements whose columns are found, too; None for rows that fit in none."""
+def rows_with_columns(n: int, itemsize: int, codes: bool = False) -> CastTile | None:
+    """The tile of whole rows of ``n`` elements whose columns are found, too; None for rows that fit in none.
+
+    ``codes``: the amaxes of the columns are of codes.
+    """
     tile = next((tile for longest, tile in ROWS_WITH_COLUMNS.items() if n <= longest), None)
+    if tile is None and codes and itemsize == 2 and n <= LONG_ROWS_WITH_CODES.n:
+        return LONG_ROWS_WITH_CODES
     if tile is None or itemsize == 2:
         return tile
     if tile.m > 1:
@@ -248,6 +262,15 @@ def of_groups(blocks: Collection[BlockShape], scaled: bool) -> CastTile:
     if TENSORWISE in blocks or BLOCK_128X128 in blocks:
         return GROUPS_OF_LARGE_BLOCKS
     return SCALED_GROUPS if scaled and set(blocks) <= {ROWWISE, COLUMNWISE} else GROUPS
+
+
+def of_codes(block: BlockShape, source: str) -> CastTile:
+    """The tile of transposes that are made from codes with this block.
+
+    ``source``: ``"codes"``, or ``"cast"`` for the values that codes are made of again, or ``"both"`` in the pass that
+    makes the codes.
+    """
+    return {"codes": OF_CODES, "cast": OF_VALUES_OF_CODES, "both": WITH_CODES}[source].get(block, GROUPS)
 
 
 def amax_of_groups(n: int, blocks: Collection[BlockShape]) -> CastTile:

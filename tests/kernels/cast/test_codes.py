@@ -111,7 +111,7 @@ def test_by_the_amaxes_that_the_first_cast_finds(device, pair, shape, matrices):
 
 
 @each_device
-@pytest.mark.parametrize("columns", [40, max(cast_tiles.ROWS_WITH_COLUMNS), max(cast_tiles.ROWS_WITH_COLUMNS) + 8])
+@pytest.mark.parametrize("columns", [40, max(cast_tiles.ROWS_WITH_COLUMNS) + 8, cast_tiles.LONG_ROWS_WITH_CODES.n + 8])
 def test_amaxes_of_the_smallest_values_round_up(device, columns):
     """A column of values below 2^-126: all have the smallest scale, and only a zero has another."""
     spec, spec_t = texts(("e4m3", "rowwise", "rowwise"))

@@ -148,3 +148,31 @@ def test_told_twice_inductor_has_one_rewrite(told):
 def test_a_torch_without_the_table_leaves_graphs_alone(monkeypatch):
     monkeypatch.delattr(post_grad, "pass_patterns")
     assert inductor_private.rewrite_graphs(passes.rewrite) is False
+
+
+def test_a_transpose_of_codes_is_made_with_the_codes_or_reads_them(x):
+    def in_one_pass(x):
+        y = x + 1
+        qdata, scale = ops.quantize(y, BLOCKWISE)
+        return qdata, scale, *ops.transpose_codes(again(y).detach(), scale, BLOCKWISE, BLOCKWISE)
+
+    assert merged(in_one_pass, x) == (0, 1)
+
+    def from_codes(x):
+        y = x + 1
+        qdata, scale, amax = ops.quantize_with_amax(y, ROWWISE, ROWWISE, True)
+        return qdata, scale, *ops.transpose_codes(again(y).detach(), scale, ROWWISE, ROWWISE, amax)
+
+    graph, _ = rewritten(passes.rewrite, from_codes, x)
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.transpose_codes.default)
+    assert node.args[0].meta["val"].dtype == torch.float8_e4m3fn
+
+    def of_something_else(x):
+        _, scale = ops.quantize(x, BLOCKWISE)
+        return scale, *ops.transpose_codes(again(x + 1), scale, BLOCKWISE, BLOCKWISE)
+
+    graph, found = rewritten(passes.rewrite, of_something_else, x)
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.transpose_codes.default)
+    # It reads what its copy was made of.
+    assert found == 1
+    assert node.args[0].target is torch.ops.aten.add.Tensor

@@ -101,7 +101,7 @@ def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str, code
     blocks = (found.block, transposed(spec_of(spec_t).block))
     if not x.numel() or blocks not in ((TENSORWISE, TENSORWISE), (ROWWISE, COLUMNWISE)):
         return None
-    if codes and (found.block == TENSORWISE or not can_plan_rows(x)):
+    if codes and (found.block == TENSORWISE or not can_plan_rows(x, True)):
         return _plan_amax_of_codes(plan, x, found) if found.block == ROWWISE and x.strides[1] == 1 else None
     side, qdata, scale = new_side(plan, x.shape, found, False)
     along = x.t() if reads_along_columns(x) else x
@@ -110,7 +110,7 @@ def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str, code
         # As for both orientations: the maxima of the programs are reduced to one before the
         bits = whole_dim_amax(plan, along, [TENSORWISE], True, True, amax)[TENSORWISE]
         plan_sides(plan, x, side.with_parts(bits), None)
-    elif can_plan_rows(x):
+    elif can_plan_rows(x, codes):
         amax = plan_rows(plan, x, 1, found, qdata, scale, codes)
     else:
         m, n = x.shape

@@ -263,7 +263,7 @@ def plan_quantize_matrices_with_amax(plan: Planner, x: View, spec: str, spec_t: 
     block, block_t = found.block, transposed(spec_of(spec_t).block)
     of = Groups(x.strided((groups * n, k), (k, 1)), groups, n, None)
     side, qdata, scale = side_of_matrices(plan, x.shape, found, False)
-    if (block, block_t) == (ROWWISE, COLUMNWISE) and can_plan_rows(of.x):
+    if (block, block_t) == (ROWWISE, COLUMNWISE) and can_plan_rows(of.x, codes):
         rows = qdata.strided(of.x.shape, (k, 1)), scale.strided((groups * n, 1), (1, 1))
         return [qdata, scale, plan_rows(plan, of.x, groups, found, *rows, codes).strided((groups, k, 1), (k, 1, 1))]
     if codes or (block, block_t) != (TENSORWISE, TENSORWISE):

@@ -172,6 +172,8 @@ def with_maxima(
     parts = _parts(amax, sizes)
     if of.swiglu:
         tile = cast_tiles.AMAX_OF_SWIGLU if of.gate_up is None else cast_tiles.AMAX_OF_ITS_GRADIENT
+    elif of.codes:
+        tile = cast_tiles.AMAX_OF_CODES
     else:
         tile = cast_tiles.amax_pass(n, set(sizes)).tile if of.is_matrices else cast_tiles.amax_of_groups(n, set(sizes))
     halves = 1 if of.gate_up is None else 2
@@ -254,7 +256,10 @@ def plan_sides(
     of, (side, side_t) = _with_amax(plan, of, table, (side, side_t))
     first, second = both(side or read, side_t)
     n = of.width
-    tile = cast_tiles.of_groups({first.block, second.block}, of.source == "scaled")
+    if codes or read is not None:
+        tile = cast_tiles.of_codes(first.block, of.codes or "both")
+    else:
+        tile = cast_tiles.of_groups({first.block, second.block}, of.source == "scaled")
     plan.launch(
         kernels.quantize_groups_kernel,
         of.blocks * -(-n // tile.n),

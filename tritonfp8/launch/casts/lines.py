@@ -61,9 +61,9 @@ def plan_columns(plan: Planner, x: View, matrices: int, side: Side, transposes: 
         )
 
 
-def can_plan_rows(x: View) -> bool:
+def can_plan_rows(x: View, codes: bool = False) -> bool:
     """Whether :func:`plan_rows` takes the matrix ``x``: its rows are contiguous and fit in a tile."""
-    return x.strides[1] == 1 and cast_tiles.rows_with_columns(x.shape[1], x.itemsize) is not None
+    return x.strides[1] == 1 and cast_tiles.rows_with_columns(x.shape[1], x.itemsize, codes) is not None
 
 
 def plan_rows(
@@ -82,7 +82,7 @@ def plan_rows(
     """
     n = x.shape[1]
     rows = x.shape[0] // matrices
-    tile = cast_tiles.rows_with_columns(n, x.itemsize)
+    tile = cast_tiles.rows_with_columns(n, x.itemsize, codes)
     assert tile is not None
     # As many programs as run at once, so that each finds the amaxes of as many rows as it can.
     programs = max(1, plan.device.num_sms * cast_tiles.ROWS_WARPS // tile.warps // matrices)

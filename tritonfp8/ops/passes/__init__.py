@@ -7,11 +7,12 @@ from typing import Any
 
 from tritonfp8.ops.passes.batched_weights import batch_weights, may_batch
 from tritonfp8.ops.passes.cast_order import order_casts
-from tritonfp8.ops.passes.merged_casts import merge_casts, read_sources
+from tritonfp8.ops.passes.merged_casts import merge_casts, read_codes, read_sources
 
-__all__ = ["batch_weights", "may_batch", "merge_casts", "order_casts", "read_sources", "rewrite"]
+__all__ = ["batch_weights", "may_batch", "merge_casts", "order_casts", "read_codes", "read_sources", "rewrite"]
 
 
 def rewrite(graph: Any) -> int:
     """Rewrite the ``torch.fx.Graph`` of a forward, a backward or an inference in place; how many places changed."""
-    return read_sources(graph) + merge_casts(graph) + batch_weights(graph) + order_casts(graph)
+    sources = read_sources(graph)
+    return sources + merge_casts(graph) + read_codes(graph) + batch_weights(graph) + order_casts(graph)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tritonfp8.ops.passes.nodes import argument, erase_unused, layouts, replace, source
+from tritonfp8.ops.passes.nodes import EAGER_INPUTS, argument, erase_unused, layouts, replace, source
 
 
 def _is_mergeable(node: Any) -> bool:
@@ -23,13 +23,37 @@ def _is_mergeable(node: Any) -> bool:
 def read_sources(graph: Any) -> int:
     """Let casts read what their copies were made of, as the partition is over; how many it changed."""
     changed = 0
-    for node in graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.quantize.default):
-        x = node.args[0]
-        if source(x) is not x:
-            node.update_arg(0, source(x))
-            erase_unused(graph, x)
-            changed += 1
+    for op in (torch.ops.tritonfp8.quantize.default, torch.ops.tritonfp8.transpose_codes.default):
+        for node in graph.find_nodes(op="call_function", target=op):
+            x = node.args[0]
+            if source(x) is not x:
+                node.update_arg(0, source(x))
+                erase_unused(graph, x)
+                changed += 1
     return changed
+
+
+def read_codes(graph: Any) -> int:
+    """Let a transpose that is made from the values of codes read the codes, where the graph has them; how many."""
+    changed = 0
+    for node in graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.transpose_codes.default):
+        x, cast = node.args[0], _cast_of(node)
+        codes = None if cast is None else next((user for user in cast.users if user.args[1] == 0), None)
+        if codes is None:
+            continue
+        node.update_arg(0, codes)
+        if EAGER_INPUTS in node.meta:
+            arguments, named = node.meta[EAGER_INPUTS]
+            node.meta[EAGER_INPUTS] = (codes.meta["val"], *arguments[1:]), named
+        erase_unused(graph, x)
+        changed += 1
+    return changed
+
+
+def _casts() -> tuple[Any, ...]:
+    """The ops whose first result has the codes, and whose second has their scales."""
+    names = ("quantize", "quantize_with_amax", "quantize_matrices", "quantize_matrices_with_amax")
+    return tuple(getattr(torch.ops.tritonfp8, name).default for name in names)
 
 
 def merge_casts(graph: Any) -> int:
@@ -40,7 +64,7 @@ def merge_casts(graph: Any) -> int:
             have their fake tensors.
     """
     waiting: dict[tuple[Any, bool], Any] = {}
-    merged = _merge_known(graph)
+    merged = _merge_known(graph) + _merge_codes(graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.quantize.default):
         if not _is_mergeable(node):
             continue
@@ -73,12 +97,34 @@ def _merge_known(graph: Any) -> int:
     return merged
 
 
-def _merge(graph: Any, x: Any, first: Any, normal: Any, of_transpose: Any) -> bool:
-    """Put one op in the place of ``first`` for both casts, unless its results would have other layouts."""
+def _merge_codes(graph: Any) -> int:
+    """Merge ``quantize`` with the transpose that is made from its codes; how many pairs."""
+    merged = 0
+    for node in graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.transpose_codes.default):
+        first, x = _cast_of(node), source(node.args[0])
+        if first is None or first.target != torch.ops.tritonfp8.quantize.default or argument(node, 4, "amax"):
+            continue
+        if _is_mergeable(first) and not argument(first, 2, "transpose"):
+            merged += _merge(graph, x, first, first, node, (node.args[3], True))
+    return merged
+
+
+def _cast_of(node: Any) -> Any:
+    """The cast that made the codes of a ``transpose_codes`` of values, if the graph has it; else None."""
+    x, scale = node.args[:2]
+    cast = scale.args[0] if scale.target is operator.getitem else None
+    return cast if cast is not None and cast.target in _casts() and source(cast.args[0]) is source(x) else None
+
+
+def _merge(graph: Any, x: Any, first: Any, normal: Any, of_transpose: Any, more: tuple[Any, ...] = ()) -> bool:
+    """Put one op in the place of ``first`` for both casts, unless its results would have other layouts.
+
+    ``more``: the last arguments of the op; by default the spec of the transposed cast.
+    """
     both = torch.ops.tritonfp8.quantize_both.default
-    specs = normal.args[1], of_transpose.args[1]
-    fakes = both(x.meta["val"], *specs)
+    arguments = normal.args[1], *(more or (of_transpose.args[1],))
+    fakes = both(x.meta["val"], *arguments)
     if layouts(fakes) != layouts((*normal.meta["val"][:2], *of_transpose.meta["val"])):
         return False
-    replace(graph, first, both, (x, *specs), fakes, (normal, of_transpose))
+    replace(graph, first, both, (x, *arguments), fakes, (normal, of_transpose))
     return True
