@@ -76,7 +76,7 @@ FAULTS = (
         _PASSES,
     ),
     (
-        "tritonfp8/launch/casts/dense.py",
+        "tritonfp8/launch/casts/both.py",
         "    along = x.t() if reads_along_columns(x) else x\n",
         "    along = x.strided((x.shape[0] - 1, x.shape[1]), x.strides) if x.shape[0] > 1 else x\n",
         "the last row is left out of the amax of a weight",

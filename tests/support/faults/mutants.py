@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import codes_mutants
 import expert_mutants
 import graph_mutants
 import loading_mutants
@@ -27,7 +28,9 @@ ROOT = Path(__file__).resolve().parents[3]
 COMPILED = "tests/compile_only"
 
 
-OTHERS = (expert_mutants, graph_mutants, loading_mutants, model_mutants, shared_mutants, stored_mutants)
+OTHERS = (
+    expert_mutants, graph_mutants, loading_mutants, model_mutants, shared_mutants, stored_mutants, codes_mutants,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

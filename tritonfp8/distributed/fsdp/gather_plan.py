@@ -283,7 +283,7 @@ def plan_of(name: str, module: Any, managed: Managed, settings: GatherSettings, 
     else:
         # Of gpt-oss the parameter is [E, K, N], whose matrices the GEMMs read transposed.
         flipped = bool(getattr(module, "is_transposed", False))
-        read = tuple(WeightOrientation(o.spec, o.transposed != flipped) for o in orientations)
+        read = tuple(WeightOrientation(o.spec, o.transposed != flipped, o.spec_t) for o in orientations)
         experts, rows, cols = managed.shape
         layout = MatricesLayout(experts, rows, cols, managed.shards, read, settings.together)
         computed = module.casts_to or computed

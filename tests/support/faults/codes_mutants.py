@@ -1,0 +1,70 @@
+"""The faults about transposes that are made from codes, as arguments of ``Mutant``."""
+
+_KERNELS = ("tests/kernels/cast/test_codes.py",)
+_LAYERS = ("tests/layers/linear/test_codes.py",)
+
+FAULTS = (
+    (
+        "kernels/cast/quantize.py",
+        "enc = tl.div_rn(tl.full(factors.shape, 1.0, tl.float32), factors)",
+        "enc = tl.div_rn(tl.full(factors.shape, 2.0, tl.float32), factors)",
+        "codes that are made again are shifted by one binade",
+        _KERNELS,
+    ),
+    (
+        "kernels/cast/quantize.py",
+        "    scale = _spread(scale, R) if ENCODING.ROWS == 1 else scale\n    if not CODES:",
+        "    if not CODES:",
+        "codes are moved by the scale of another block",
+        _KERNELS,
+    ),
+    (
+        "kernels/cast/quantize.py",
+        "return _spread_scale(q.to(tl.float32), factors,",
+        "return _spread_scale(q.to(tl.float32).to(tl.bfloat16), factors.to(tl.float16).to(tl.float32),",
+        "a small scale is rounded before a code is moved",
+        _KERNELS,
+    ),
+    (
+        "kernels/numerics.py",
+        "((bits >> 16) | ((bits & 0xFFFF) != 0).to(tl.int32))",
+        "(bits >> 16)",
+        "a column of the smallest values is taken for zeros",
+        _KERNELS,
+    ),
+    (
+        "kernels/cast/quantize.py",
+        "mask=mask, other=127 if ENCODING.E8M0 else 1.0)",
+        "mask=mask, other=0)",
+        "what lies beyond the edge makes a block NaN",
+        _KERNELS,
+    ),
+    (
+        "kernels/numerics.py",
+        "return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)",
+        "return tl.where(a > b, a, b)",
+        "a NaN among codes is dropped",
+        _KERNELS,
+    ),
+    (
+        "tritonfp8/reference/casts.py",
+        "return quantize(dequantize(qdata, scale, spec, torch.float32), spec_t, True, amax)",
+        "return quantize(dequantize(qdata, scale, spec, torch.bfloat16), spec_t, True, amax)",
+        "a subnormal value is rounded twice",
+        ("tests/reference/test_codes.py",),
+    ),
+    (
+        "tritonfp8/layers/linear/function.py",
+        "    return None if spec is None else First(spec, scale)\n",
+        "    return None\n",
+        "a weight that is cast again is transposed from its values",
+        _LAYERS,
+    ),
+    (
+        "tritonfp8/layers/linear/operands.py",
+        "    first = codes if codes is not None and spec_t is not None else spec\n",
+        "    first = spec\n",
+        "a transpose is made from values where no GEMM reads the codes",
+        _LAYERS,
+    ),
+)
