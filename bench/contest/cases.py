@@ -170,9 +170,12 @@ def gemm_bytes(m: int, n: int, k: int) -> int:
     return m * k + n * k + 2 * m * n
 
 
+FROM_CODES = ("rowwise", "blockwise", "mxfp8")
 LAYER_RECIPES = ("rowwise", "tensorwise", "blockwise", "rowwise_hp_grad_weight", "mxfp8")
 # Only the contenders of the bars, because compiling a model takes long.
-MODEL_VARIANTS = ("rowwise precise", "rowwise fast", "tensorwise precise", "blockwise precise")
+MODEL_VARIANTS = (
+    "rowwise precise", "rowwise fast", "rowwise codes", "tensorwise precise", "blockwise precise", "blockwise codes",
+)  # fmt: skip
 PRECISE_VARIANTS = tuple(name for name in MODEL_VARIANTS if name.endswith("precise"))
 
 
@@ -183,13 +186,18 @@ def all_fast(recipe: Recipe) -> Recipe:
 
 
 def recipe_variants(names: tuple[str, ...]) -> dict[str, Recipe]:
-    """Recipes by contender name: each as "precise", and tensorwise and rowwise ones also with all GEMMs "fast"."""
+    """Recipes by contender name: each as "precise", tensorwise and rowwise ones also with all GEMMs "fast".
+
+    Those whose scales are powers of two also with transposed operands made from "codes".
+    """
     variants: dict[str, Recipe] = {}
     for name in names:
         recipe = recipes.get(name)
         variants[f"{name} precise"] = recipe
         if recipe.output.lhs in (TENSOR, ROW) and recipe.grad_weight.quantized:
             variants[f"{name} fast"] = all_fast(recipe)
+        if name in FROM_CODES:
+            variants[f"{name} codes"] = recipes.get(name, transposed_from="codes")
     return variants
 
 

@@ -54,20 +54,20 @@ def class_name_violations(modules):
 
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
-    "kernels": 3900,
+    "kernels": 4050,  # transposes that are made from codes
     "compat": 1300,
-    "specs": 1070,  # naming, from conversion: messages of layers and distributed group names, too
-    "recipes": 490,
-    "reference": 1070,
-    "tuning": 1490,
-    "launch": 3650,
-    "ops": 1530,
-    "layers": 6370,
+    "specs": 1090,  # naming, from conversion; which transposes can be made from codes
+    "recipes": 580,  # transposed_from, and a backward that dequantizes
+    "reference": 1210,  # transposes that are made from codes
+    "tuning": 1515,  # tiles of transposes that are made from codes
+    "launch": 3860,  # transposes that are made from codes
+    "ops": 1600,  # transpose_codes, and the rewrites of it
+    "layers": 6530,  # operands from codes, and a backward that dequantizes
     "functional": 380,
     "conversion": 1710,
     "export": 2590,
     "optim": 490,
-    "distributed": 5660,  # one warning for all experts that are gathered in high precision
+    "distributed": 5775,  # one warning for all experts that are gathered in high precision; operands from codes
     "workflow": 3220,  # verify takes a batch, as sensitivity does; doctor sums its tests up
     "training": 1400,  # the check of a device, which was in cli, too
     "warmup": 1430,
@@ -79,7 +79,7 @@ ROOM_LINES = {
 
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
-TEST_LINES = 45_300
+TEST_LINES = 45_950  # transposes that are made from codes
 
 
 def room_violations(modules, limits=None):

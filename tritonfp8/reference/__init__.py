@@ -14,7 +14,7 @@ from tritonfp8.reference.casts import (
     quantize_with_amax,
     transpose,
 )
-from tritonfp8.reference.codes import transpose_codes
+from tritonfp8.reference.codes import quantize_groups_both, transpose_codes, transpose_group_codes
 from tritonfp8.reference.figures import FIGURES, operand_figures
 from tritonfp8.reference.gemms import matmul, scaled_matmul
 from tritonfp8.reference.grouped import (
@@ -24,7 +24,6 @@ from tritonfp8.reference.grouped import (
     grouped_matmul,
     grouped_sum,
     quantize_groups,
-    quantize_groups_both,
     quantize_matrices,
     quantize_matrices_with_amax,
     read_rows,
@@ -33,7 +32,6 @@ from tritonfp8.reference.grouped import (
     swiglu,
     swiglu_backward,
     swiglu_backward_amax,
-    transpose_group_codes,
 )
 from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards

@@ -1,4 +1,4 @@
-"""The transpose of a quantized tensor, made from its codes: in plain torch, on any device."""
+"""Transposes that are made from codes, and both orientations of groups: in plain torch, on any device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8.reference import casts, grouped
-from tritonfp8.specs import empty_grouped_scale, spec_of
+from tritonfp8.specs import check_group_spec, check_transposable, empty_grouped_scale, moves_codes, spec_of
 from tritonfp8.specs.formats import FORMATS
 
 
@@ -45,3 +45,61 @@ def transpose_codes(
         codes, scales[i] = casts.transposed_codes(x[i], scale[i], spec, spec_t, of_matrix)
         grouped.write(qdata[i], codes)
     return qdata, scales
+
+
+def quantize_groups_both(
+    x: Tensor,
+    offsets: Tensor,
+    spec: str,
+    spec_t: str,
+    rows: Tensor | None = None,
+    factors: Tensor | None = None,
+    swiglu: bool = False,
+    amax: Tensor | None = None,
+    codes: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``quantize_groups(x, offsets, spec)`` and ``quantize_groups(x, offsets, spec_t, transpose=True)``.
+
+    Args:
+        x, offsets, spec, spec_t, rows, factors, swiglu: see :func:`~tritonfp8.reference.quantize_groups`.
+        amax: from the :func:`swiglu_backward_amax` that returned ``x``; saves a pass over ``x``.
+        codes: the second pair is :func:`transpose_group_codes` of the first.
+    """
+    found = grouped.read_rows(x, rows, factors, swiglu)
+    pair = grouped.quantize_groups(found, offsets, spec)
+    if codes:
+        return *pair, *transpose_group_codes(*pair, offsets, spec, spec_t)
+    return *pair, *grouped.quantize_groups(found, offsets, spec_t, True)
+
+
+def transpose_group_codes(x: Tensor, scale: Tensor, offsets: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor]:
+    """:func:`~tritonfp8.reference.transpose_codes` of each group of rows of ``x``.
+
+    Args:
+        x: codes ``[tokens, N]``, or the values that they were made of by ``scale``.
+        scale: of the codes.
+        offsets: ``[groups]``, int32: the end of each group.
+        spec, spec_t: of ``x`` and of the result.
+
+    Returns:
+        ``(qdata, scale)`` of a :class:`~tritonfp8.QuantizedGroups` in ``"columns"``.
+    """
+    s, s_t = spec_of(spec), spec_of(spec_t)
+    check_group_spec(s, "rows")
+    check_transposable(s, s_t)
+    if s.block[0] == 1:
+        return grouped.columns_of(
+            casts.dequantize(casts.codes_by(x, scale, s), scale, spec, torch.float32), offsets, s_t
+        )
+    moved = moves_codes(s, s_t)
+    values = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    bounds = grouped.group_bounds(offsets, len(x))
+    for group, (start, end) in enumerate(bounds):
+        of_group = scale[group : group + 1]
+        codes = casts.codes_by(x[start:end], of_group, s)
+        values[start:end] = codes.float() if moved else casts.dequantize(codes, of_group, spec, torch.float32)
+    if not moved:
+        return grouped.columns_of(values, offsets, s_t)
+    padded = grouped.padded_rows(values, offsets)
+    codes = casts.codes_of(padded.t(), FORMATS[s.format]).contiguous().view(FORMATS[s.format].dtype)
+    return codes, scale.t().clone(memory_format=torch.contiguous_format)

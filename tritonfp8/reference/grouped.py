@@ -23,12 +23,10 @@ from tritonfp8.specs import (
     TENSORWISE,
     QuantSpec,
     check_group_spec,
-    check_transposable,
     empty_grouped_scale,
     group_amax_sizes,
     group_column,
     grouped_columns,
-    moves_codes,
     scale_shape,
     spec_of,
     transposed,
@@ -178,7 +176,7 @@ def quantize_groups(
     """
     s = spec_of(spec)
     found = read_rows(x, rows, factors, swiglu)
-    return _columns(found, offsets, s) if transpose else _rows(found, offsets, s)
+    return columns_of(found, offsets, s) if transpose else _rows(found, offsets, s)
 
 
 def _rows(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -193,7 +191,7 @@ def _rows(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     return qdata, scale
 
 
-def _padded(x: Tensor, offsets: Tensor) -> Tensor:
+def padded_rows(x: Tensor, offsets: Tensor) -> Tensor:
     """Rows of groups, each group from a multiple of the alignment on, zeros between them."""
     tokens, width = x.shape
     padded = x.new_zeros((grouped_columns(tokens, len(offsets)), width))
@@ -203,8 +201,9 @@ def _padded(x: Tensor, offsets: Tensor) -> Tensor:
     return padded
 
 
-def _columns(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    padded = _padded(x, offsets)
+def columns_of(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The transpose of each group of rows, quantized: groups in ``"columns"``."""
+    padded = padded_rows(x, offsets)
     shape = padded.shape[::-1]
     if spec.block[1] != -1:
         return casts.quantize(padded, *spec.args, True)
@@ -215,62 +214,6 @@ def _columns(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tenso
         codes, scale[:, group : group + 1] = casts.quantize(padded[first:last], *spec.args, True)
         write(qdata[:, first:last], codes)
     return qdata, scale
-
-
-def quantize_groups_both(
-    x: Tensor,
-    offsets: Tensor,
-    spec: str,
-    spec_t: str,
-    rows: Tensor | None = None,
-    factors: Tensor | None = None,
-    swiglu: bool = False,
-    amax: Tensor | None = None,
-    codes: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``quantize_groups(x, offsets, spec)`` and ``quantize_groups(x, offsets, spec_t, transpose=True)``.
-
-    Args:
-        x, offsets, spec, spec_t, rows, factors, swiglu: see :func:`quantize_groups`.
-        amax: from the :func:`swiglu_backward_amax` that returned ``x``; saves a pass over ``x``.
-        codes: the second pair is :func:`transpose_group_codes` of the first.
-    """
-    found = read_rows(x, rows, factors, swiglu)
-    pair = quantize_groups(found, offsets, spec)
-    if codes:
-        return *pair, *transpose_group_codes(*pair, offsets, spec, spec_t)
-    return *pair, *quantize_groups(found, offsets, spec_t, True)
-
-
-def transpose_group_codes(x: Tensor, scale: Tensor, offsets: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor]:
-    """:func:`~tritonfp8.reference.transpose_codes` of each group of rows of ``x``.
-
-    Args:
-        x: codes ``[tokens, N]``, or the values that they were made of by ``scale``.
-        scale: of the codes.
-        offsets: ``[groups]``, int32: the end of each group.
-        spec, spec_t: of ``x`` and of the result.
-
-    Returns:
-        ``(qdata, scale)`` of a :class:`~tritonfp8.QuantizedGroups` in ``"columns"``.
-    """
-    s, s_t = spec_of(spec), spec_of(spec_t)
-    check_group_spec(s, "rows")
-    check_transposable(s, s_t)
-    if s.block[0] == 1:
-        return _columns(casts.dequantize(casts.codes_by(x, scale, s), scale, spec, torch.float32), offsets, s_t)
-    moved = moves_codes(s, s_t)
-    values = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    bounds = group_bounds(offsets, len(x))
-    for group, (start, end) in enumerate(bounds):
-        of_group = scale[group : group + 1]
-        codes = casts.codes_by(x[start:end], of_group, s)
-        values[start:end] = codes.float() if moved else casts.dequantize(codes, of_group, spec, torch.float32)
-    if not moved:
-        return _columns(values, offsets, s_t)
-    padded = _padded(values, offsets)
-    codes = casts.codes_of(padded.t(), FORMATS[s.format]).contiguous().view(FORMATS[s.format].dtype)
-    return codes, scale.t().clone(memory_format=torch.contiguous_format)
 
 
 def quantize_matrices(

@@ -116,7 +116,7 @@ def test_amaxes_of_the_smallest_values_round_up(device, columns):
     """A column of values below 2^-126: all have the smallest scale, and only a zero has another."""
     spec, spec_t = texts(("e4m3", "rowwise", "rowwise"))
     x = torch.zeros(3, columns)
-    x[0, :8] = 2.0 ** torch.arange(-140, -100, 5)
+    x[0, :6] = 2.0 ** torch.tensor([-138.0, -135.0, -134.0, -130.0, -126.0, -120.0])
     x = x.to(device)
     *pair, amax = casts.quantize_with_amax(x, spec, spec_t, True)
     assert_bitwise_equal([*pair, amax], list(reference.quantize_with_amax(x, spec, spec_t, True)))

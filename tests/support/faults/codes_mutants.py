@@ -61,10 +61,10 @@ FAULTS = (
         _LAYERS,
     ),
     (
-        "tritonfp8/layers/linear/operands.py",
-        "    first = codes if codes is not None and spec_t is not None else spec\n",
-        "    first = spec\n",
-        "a transpose is made from values where no GEMM reads the codes",
+        "tritonfp8/layers/linear/function.py",
+        '    codes = recipe.codes_of("grad_output")\n',
+        "    codes = None\n",
+        "the transpose of a gradient is made from its values",
         _LAYERS,
     ),
 )

@@ -177,8 +177,15 @@ def quantize_and_gather(
         ``(qdata, scale)`` of the gathered rows, and of their transpose.
     """
     if codes is not None and spec_t is not None:
-        pair, _ = quantize_and_gather(x, codes, None, gather, k)
+        pair, _ = _quantize_and_gather(x, codes, None, gather, k)
         return NO_PAIR if spec is None else pair, ops.transpose_codes(*pair, *codes.args, *spec_t.args)
+    return _quantize_and_gather(x, spec, spec_t, gather, k)
+
+
+def _quantize_and_gather(
+    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, gather: TokenGather, k: DimLayout
+) -> tuple[Pair, Pair]:
+    """:func:`quantize_and_gather` of transposes that are made from values."""
     source = gather.sources[gather.rank]
     x = align(k, align(source, x, 0), 1)
     one_serves_both = spec is not None and spec == spec_t and spec.block == transposed(spec.block)
