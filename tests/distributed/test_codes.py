@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import normal
-from fsdp_cases import Setup, compare_operands, train
+from fsdp_cases import Setup, build, compare_operands, step_of, tokens_of, train
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -110,3 +110,20 @@ def gather_under_tensor_parallelism(mesh, how):
 def test_the_gather_under_tensor_parallelism_is_refused(ranks):
     for found in ranks.run(4, gather_under_tensor_parallelism, CODES["rowwise"]):
         assert "transposed_from='values'" in found
+
+
+def trained_after_an_evaluation(mesh, setup):
+    """Losses of a step, an evaluation in inference mode, and a step: its buffers serve both."""
+    model, _ = build(mesh, setup)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = [step_of(model, optimizer, setup)]
+    with torch.inference_mode():
+        model(tokens_of(0))
+    return [*losses, step_of(model, optimizer, setup)]
+
+
+@each_codes
+def test_a_step_after_an_evaluation_in_inference_mode(ranks, how):
+    setup = Setup(how, reshard=False)
+    on, off = (ranks.run(2, trained_after_an_evaluation, replace(setup, enabled=enabled)) for enabled in (True, False))
+    assert on == off

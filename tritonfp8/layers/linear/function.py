@@ -94,7 +94,7 @@ class LinearFunction(torch.autograd.Function):
             keep_input, kept = False, input_pair
         ctx.save_for_backward(
             weight if keep_weight else None,
-            weight_pair[1] if keep_weight and recipe.codes_of("weight") is not None else None,
+            weight_pair[1] if keep_weight and _casts_weight_again(plan) else None,
             weight_amax_t,
             input if keep_input else None,
             input_pair[1] if keep_input and recipe.codes_of("input") is not None else None,
@@ -241,6 +241,12 @@ def weight_t(
     assert weight is not None
     assert spec_t is not None
     return plan.source.later(weight, spec_t, amax_t, grad_output, first)
+
+
+def _casts_weight_again(plan: LinearPlan) -> bool:
+    """Whether backward makes the codes of the weight again; a weight that has codes keeps their scales itself."""
+    codes, spec_t = plan.recipe.codes_of("weight"), plan.recipe.grad_input.rhs
+    return codes is not None and spec_t is not None and not plan.source.has_codes
 
 
 def _reads_codes_of_shard(plan: LinearPlan) -> bool:

@@ -181,7 +181,8 @@ class GroupedPlan(NamedTuple):
         if not self.needs_grad_input:
             return out, [None, None, None]
         keeps = not self.is_cached or cached[2] is None
-        scale = rhs[1] if keeps and codes is not None else None
+        # A weight that has codes keeps its scales itself.
+        scale = rhs[1] if keeps and codes is not None and not self.source.has_codes else None
         return out, [weight if keeps else None, amax_t, scale, *cached[2:]]
 
     def grad_input(self, grad: Rows, lhs: Pair, kept: Sequence[Any], offsets: Tensor) -> Tensor:
