@@ -37,7 +37,7 @@ def magnitudes(x):
 
 @triton.jit
 def larger_or_nan(a, b):
-    """The maximum of two floats, NaN if one is: an instruction, where a maximum of bits takes two."""
+    """The maximum of two floats, or NaN if one of them is NaN. It is one instruction; a maximum of bits takes two."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -39,7 +39,7 @@ from tritonfp8.kernels.pdl import begin
 def _raise_maxima(
     highest, col_ptr, whole_ptr, group, cols, mask, N, DTYPE: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Raise the maxima of a group by those of some of its rows, magnitudes of DTYPE or, of codes, floats."""
+    """Raise the maxima of a group by the maxima of some of its rows: magnitudes of DTYPE, or floats of codes."""
     found = reduce_max(highest, 0)
     if found.dtype.is_floating():
         found = magnitudes_of_codes(found)
@@ -80,7 +80,7 @@ def group_amax_kernel(
         group, start, count, place = rows_of(tile, table_ptr, rows, MATRICES, ALIGNMENT)
         first = place * ALIGNMENT
         row_maxima = row_ptr + pid_n.to(tl.int64) * stride_part + start
-        # Zeros of the dtype of the magnitudes; of codes floats, whose maximum takes one instruction.
+        # Zeros of the dtype of the magnitudes. Values of codes stay floats, whose maximum takes one instruction.
         highest = tl.zeros((L, TILE_N), tl.float32 if CODES else magnitudes(tl.zeros((1,), DTYPE)).dtype)
         for part in range(first, tl.minimum(first + ALIGNMENT, count), TILE_M):
             within = part + tl.arange(0, TILE_M)

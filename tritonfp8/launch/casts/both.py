@@ -107,7 +107,7 @@ def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str, code
     along = x.t() if reads_along_columns(x) else x
     if found.block == TENSORWISE:
         amax = plan.empty((1, 1), torch.float32)
-        # As for both orientations: the maxima of the programs are reduced to one before the
+        # As for both orientations, the maxima of all programs are reduced before the cast.
         bits = whole_dim_amax(plan, along, [TENSORWISE], True, True, amax)[TENSORWISE]
         plan_sides(plan, x, side.with_parts(bits), None)
     elif can_plan_rows(x, codes):

@@ -34,7 +34,7 @@ def read_sources(graph: Any) -> int:
 
 
 def read_codes(graph: Any) -> int:
-    """Let a transpose that is made from the values of codes read the codes, where the graph has them; how many."""
+    """Let ``transpose_codes`` of values read the codes of these values, if the graph has them; how many it changed."""
     changed = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.transpose_codes.default):
         x, cast = node.args[0], _cast_of(node)
