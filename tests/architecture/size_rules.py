@@ -79,7 +79,7 @@ ROOM_LINES = {
 
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
-TEST_LINES = 45_950  # transposes that are made from codes
+TEST_LINES = 46_000  # transposes that are made from codes
 
 
 def room_violations(modules, limits=None):
