@@ -224,8 +224,7 @@ def linear(
         ``[..., N]`` in the dtype of ``input`` (autocast's where it is on).
 
     Saved for backward: ``input.T`` quantized, M K bytes and scales (rowwise 4 K bytes, blockwise M K / 32, mxfp8
-    M K / 32); or the input itself, 2 M K bytes in bf16, if the recipe computes ``grad_weight`` in high precision; or
-    the codes of the input, M K bytes, if that GEMM dequantizes them.
+    M K / 32); or the input, 2 M K bytes in bf16, if ``grad_weight`` is in high precision; M K if it reads codes.
     Nothing of the input is saved if the weight needs no gradient. Nor is it under ``torch.compile``, if backward has
     the original or can recompute it cheaply, such as the output of a norm; except for a single layer (no
     ``shared_input``) with K > N whose input is made of more than one tensor, such as SwiGLU's. The weight is saved for
