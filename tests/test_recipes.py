@@ -140,7 +140,10 @@ class TestRecipe:
         ("data", "message"),
         [
             ({}, "needs a 'name'; got the keys"),
-            ({"name": "r", "outputs": {}}, "has the keys name, output, grad_input, grad_weight; got 'outputs' as well"),
+            (
+                {"name": "r", "outputs": {}},
+                "has the keys name, output, grad_input, grad_weight, transposed_from; got 'outputs' as well",
+            ),
             ({"name": "r", "output": {"left": {}}}, "has the keys lhs, rhs, accumulation, batch_invariant; got 'left'"),
             ({"name": "r", "output": {"lhs": {"dtype": "e4m3"}}}, "got 'dtype' as well"),
             ({"name": "r", "output": []}, "GEMM must be a mapping .* got list"),

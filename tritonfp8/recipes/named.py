@@ -177,8 +177,8 @@ def _dequantized(recipe: Recipe, backward: str, transposed_from: str | None) -> 
             "backward='dequantized' reads the codes of a quantized forward GEMM; got "
             + ("transposed_from='values'" if recipe.output.quantized else f"recipe {recipe.name!r}, which has none")
         )
-    gemms = {gemm: Gemm() for gemm in GEMMS if gemm != "output"}
-    return replace(recipe, name=f"{recipe.name}_dequantized", transposed_from="codes", **gemms)
+    name, precise = f"{recipe.name}_dequantized", Gemm()
+    return replace(recipe, name=name, transposed_from="codes", grad_input=precise, grad_weight=precise)
 
 
 def _found(recipe: str | Recipe) -> Recipe:

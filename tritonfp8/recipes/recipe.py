@@ -106,6 +106,8 @@ class Recipe:
         transposed_from: what ``weight.T``, ``input.T`` and ``grad_output.T`` are made from: ``"values"``, the tensors
             themselves; or ``"codes"``, the operands that another GEMM of the layer multiplied. Backward then multiplies
             the values that forward multiplied. In a GEMM in high precision these are dequantized, in the input's dtype.
+        codes: the specs of the codes that the transposes of ``"input"``, ``"weight"`` and ``"grad_output"`` are made
+            from. None for a transpose that is made from values, and for square blocks, where both are the same.
 
     Raises:
         ValueError: an unknown ``transposed_from``; or ``"codes"`` where the operand that an operand is made from is not
@@ -121,6 +123,7 @@ class Recipe:
     grad_input: Gemm = field(default_factory=Gemm)
     grad_weight: Gemm = field(default_factory=Gemm)
     transposed_from: str = "values"
+    codes: Mapping[str, QuantSpec | None] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -129,8 +132,12 @@ class Recipe:
             if not isinstance(getattr(self, gemm), Gemm):
                 raise TypeError(f"{gemm} must be a recipes.Gemm; got {type(getattr(self, gemm)).__name__}")
         require("transposed_from", self.transposed_from, TRANSPOSED_FROM)
-        if self.from_codes:
+        from_codes = self.transposed_from == "codes"
+        if from_codes:
             self._check_codes()
+        # Made once, like the text below: each call of a layer reads it.
+        codes = {name: _codes_of(*pair) if from_codes else None for name, pair in self._pairs().items()}
+        object.__setattr__(self, "codes", codes)
         # Made once, here: otherwise Dynamo would trace its construction for each layer.
         data = self.to_dict()
         del data["name"]
@@ -150,19 +157,6 @@ class Recipe:
                 except ValueError as error:
                     raise ValueError(f"{name}.T of recipe {self.name!r}: {error}") from None
 
-    def codes_of(self, operand: str) -> QuantSpec | None:
-        """The spec of the codes that the transpose of an operand is made from.
-
-        None where the transpose is made from values, and in square blocks, whose transpose is the same from both.
-
-        Args:
-            operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
-        """
-        if not self.from_codes:
-            return None
-        spec, spec_t = self._pairs()[operand]
-        return None if spec is None or (spec_t is not None and moves_codes(spec, spec_t)) else spec
-
     def _pairs(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
         """The specs of each tensor, untransposed and transposed."""
         return {
@@ -170,11 +164,6 @@ class Recipe:
             "input": (self.output.lhs, self.grad_weight.rhs),
             "grad_output": (self.grad_input.lhs, self.grad_weight.lhs),
         }
-
-    @property
-    def from_codes(self) -> bool:
-        """Whether transposed operands are made from codes."""
-        return self.transposed_from == "codes"
 
     def __deepcopy__(self, memo: object) -> Recipe:
         return self
@@ -195,10 +184,10 @@ class Recipe:
                 continue
             right = rhs.removesuffix(".T") if rhs.endswith(".T") else f"{rhs}.T"
             # Of a tensor that has codes the values that another GEMM multiplied.
-            source = self.codes_of(right) if gemm != "output" else None
+            source = self.codes.get(right) if gemm != "output" else None
             right = right if source is None else f"dequantized Q[{source}]({right})"
             lines.append(f"  {gemm:<11} = {lhs} @ {right}, in the input's dtype")
-        if self.from_codes and (self.grad_input.quantized or self.grad_weight.quantized):
+        if self.transposed_from == "codes" and (self.grad_input.quantized or self.grad_weight.quantized):
             lines.append("  transposed operands are made from the codes of the untransposed ones")
         return "\n".join(lines)
 
@@ -215,7 +204,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain data, which JSON and TOML store."""
         # Left out at its default: earlier versions read such a file, and texts in graphs stay as they were.
-        source = {"transposed_from": self.transposed_from} if self.from_codes else {}
+        source = {} if self.transposed_from == "values" else {"transposed_from": self.transposed_from}
         return {"name": self.name, **{gemm: getattr(self, gemm).to_dict() for gemm in GEMMS}, **source}
 
     @classmethod
@@ -252,6 +241,11 @@ class Recipe:
         """Inverse of :meth:`to_toml`. Raises ValueError if the text is not a recipe."""
         require_type("text", text, str, "a str of TOML")
         return cls.from_dict(_parsed("TOML", tomllib.loads, text))
+
+
+def _codes_of(spec: QuantSpec | None, spec_t: QuantSpec | None) -> QuantSpec | None:
+    """The spec of the codes that a transpose by ``spec_t`` is made from; None if it is the same from values."""
+    return None if spec is None or (spec_t is not None and moves_codes(spec, spec_t)) else spec
 
 
 @functools.cache

@@ -125,6 +125,8 @@ def _casts() -> Iterator[OpCall]:
         yield OpCall("quantize_both_sum", (x, *spec.args, *spec.args))
     for spec in (ROW, TENSOR):
         yield OpCall("quantize_with_amax", (x, *spec.args, *spec.args))
+    for spec in (ROW, VECTOR, MX):
+        yield OpCall("transpose_codes", (*reference.quantize(x, *spec.args), *spec.args, *spec.args))
     yield OpCall("quantize_weights", (x, [x[:40].contiguous()], *ROW.args))
     yield OpCall("transpose", (reference.quantize(x, *ROW.args)[0],))
     # Of two operands that are quantized by scales which may clip. Without scales, figures are NaN, which equal nothing.
@@ -165,6 +167,9 @@ def _of_groups() -> Iterator[OpCall]:
         for transpose, spec in ((False, lhs), (True, rhs)):
             yield OpCall("quantize_groups", (x, offsets, *spec.args, transpose))
         yield OpCall("quantize_groups_both", (x, offsets, *lhs.args, *rhs.args))
+        if lhs.scale_rounding == "pow2":
+            codes = reference.quantize_groups(x, offsets, *lhs.args)
+            yield OpCall("transpose_group_codes", (*codes, offsets, *lhs.args, *lhs.args))
     for (n, k), (lhs, rhs) in itertools.product(SIZES, PAIRS):
         x, grad, weight = _normal(TOKENS, k), _normal(TOKENS, n, seed=1), _normal(3, n, k, seed=2)
         rows = *reference.quantize_groups(x, offsets, *lhs.args), *lhs.args

@@ -55,14 +55,14 @@ FAULTS = (
     ),
     (
         "tritonfp8/layers/linear/function.py",
-        "    return None if spec is None else First(spec, scale)\n",
-        "    return None\n",
+        "        first = None if codes is None else First(codes, saved.weight_scale)\n",
+        "        first = None\n",
         "a weight that is cast again is transposed from its values",
         _LAYERS,
     ),
     (
         "tritonfp8/layers/linear/function.py",
-        '    codes = recipe.codes_of("grad_output")\n',
+        '    codes = recipe.codes["grad_output"]\n',
         "    codes = None\n",
         "the transpose of a gradient is made from its values",
         _LAYERS,

@@ -85,6 +85,16 @@ def check_file(names):
     assert recipes_of(names["model"]) == {"rowwise_fast"}
 
 
+def checks_recipe(name):
+    """A check of a converted model: all layers have the recipe of this name, and train."""
+
+    def check(names):
+        assert recipes_of(names["model"]) == {name}
+        check_trains(names)
+
+    return check
+
+
 def exported(mesh):
     model, other = (nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(2))
     names = {"model": model, "other_model": other, "weights": {}}
@@ -370,10 +380,12 @@ CASES = {
     ),
     "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
-    "convert.md-2": Case(accumulation, check_all_moved, ranks=False),
-    "convert.md-3": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, checks.check_stored, ranks=False),
-    "convert.md-4": Case(lambda mesh: {"model": Mlp()}, checks.check_trained_in_8_bits, ranks=False),
-    "convert.md-5": Case(checks.trained_in_8_bits, checks.check_averaged, ranks=False),
+    "convert.md-2": Case(lambda mesh: {"model": Mlp()}, checks_recipe("rowwise_codes"), ranks=False),
+    "convert.md-3": Case(lambda mesh: {"model": Mlp()}, checks_recipe("rowwise_dequantized"), ranks=False),
+    "convert.md-4": Case(accumulation, check_all_moved, ranks=False),
+    "convert.md-5": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, checks.check_stored, ranks=False),
+    "convert.md-6": Case(lambda mesh: {"model": Mlp()}, checks.check_trained_in_8_bits, ranks=False),
+    "convert.md-7": Case(checks.trained_in_8_bits, checks.check_averaged, ranks=False),
     "experts.md-0": Case(checks.mixture, checks.check_mixture, ranks=False),
     "experts.md-1": Case(checks.groups, checks.check_groups, ranks=False),
     "experts.md-2": Case(checks.stored_mixture, checks.check_stored_mixture, ranks=False),

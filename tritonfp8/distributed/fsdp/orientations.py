@@ -54,6 +54,6 @@ def weight_orientations(recipe: Recipe) -> tuple[WeightOrientation, ...]:
         return ()
     if serves_both(recipe):
         return (WeightOrientation(output, False),)
-    if recipe.from_codes:
+    if recipe.transposed_from == "codes":
         return (WeightOrientation(output, False, grad_input),)
     return WeightOrientation(output, False), WeightOrientation(grad_input, True)

@@ -120,7 +120,7 @@ def local_linear(
     again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(shared_as)
     layer = counting.take_callers()[0] if counting.is_logging else None
     plan = LinearPlan(recipe, *needs, quantized_weight is not None, provider, source, again, layer)
-    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None, recipe.codes_of("input"))
+    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None, recipe.codes["input"])
     data = (rows if own_rows is None else own_rows).detach()
     if again:
         pair, amax_t = provider.input_now(data, *specs)
@@ -135,7 +135,7 @@ def local_linear(
         pairs = shared_input.quantize(shared_as, data, specs, provider)
     if quantized_weight is None:
         spec_t = recipe.grad_input.rhs if plan.needs_grad_input else None
-        weight_pair, amax_t = source.now(weight, recipe.output.rhs, spec_t, recipe.codes_of("weight"))
+        weight_pair, amax_t = source.now(weight, recipe.output.rhs, spec_t, recipe.codes["weight"])
         cached = NO_PAIR
     else:
         check_cached(quantized_weight, weight, recipe, plan.needs_grad_input)

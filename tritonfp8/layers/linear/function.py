@@ -14,7 +14,6 @@ from tritonfp8.layers.linear.operands import LOCAL, First, OperandProvider, Pair
 from tritonfp8.layers.linear.weight_source import CASTS, WeightSource, serves_both
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Gemm, Recipe
-from tritonfp8.specs import QuantSpec
 
 
 def multiply(
@@ -84,23 +83,20 @@ class LinearFunction(torch.autograd.Function):
             out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
         else:
             out = ops.matmul(input, weight, bias)
-        if plan.weight_is_cached or _reads_codes_of_shard(plan):
+        if plan.weight_is_cached or (recipe.codes["weight"] is not None and _reads_codes_of_shard(plan)):
             cached = cached_for_backward(plan, weight_pair, cached)
         keep_weight = plan.needs_grad_input and cached[0] is None
         keep_input = plan.needs_grad_weight and kept[0] is None
-        # In high precision backward reads the values of the codes.
-        dequantizes = keep_input and recipe.from_codes and recipe.grad_weight.rhs is None and input_pair[0] is not None
-        if dequantizes:
+        codes, of_weight = recipe.codes["input"], recipe.codes["weight"]
+        if keep_input and codes is not None and recipe.grad_weight.rhs is None:
+            # In high precision backward reads the values of the codes.
             keep_input, kept = False, input_pair
+        weight_scale = weight_pair[1] if keep_weight and of_weight is not None and _casts_weight_again(plan) else None
+        input_scale = input_pair[1] if keep_input and codes is not None else None
         ctx.save_for_backward(
-            weight if keep_weight else None,
-            weight_pair[1] if keep_weight and _casts_weight_again(plan) else None,
-            weight_amax_t,
-            input if keep_input else None,
-            input_pair[1] if keep_input and recipe.codes_of("input") is not None else None,
-            *kept,
-            *cached,
-        )
+            weight if keep_weight else None, weight_scale, weight_amax_t, input if keep_input else None, input_scale,
+            *kept, *cached,
+        )  # fmt: skip
         ctx.plan = plan
         ctx.needs_grad_bias = bias is not None and bias.requires_grad
         ctx.dtypes = (input.dtype, weight.dtype)
@@ -145,11 +141,6 @@ class Saved(NamedTuple):
     input_scale: Tensor | None = None
 
 
-def first_of(spec: QuantSpec | None, scale: Tensor | None) -> First | None:
-    """The cast whose codes a transpose is made from; None if it is made from values."""
-    return None if spec is None else First(spec, scale)
-
-
 def gradients(
     plan: LinearPlan, grad_output: Tensor, saved: Saved, needs_grad_bias: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -158,7 +149,7 @@ def gradients(
     grad_input = grad_weight = grad_bias = None
     spec = recipe.grad_input.lhs if plan.needs_grad_input else None
     spec_t = recipe.grad_weight.lhs if plan.needs_grad_weight else None
-    codes = recipe.codes_of("grad_output")
+    codes = recipe.codes["grad_output"]
     if needs_grad_bias:
         pair, pair_t, grad_bias = plan.provider.grad_output_and_sum(grad_output, spec, spec_t, codes)
     else:
@@ -179,7 +170,8 @@ def _grad_input(plan: LinearPlan, grad_output: Tensor, pair: Pair, saved: Saved)
     if plan.layer is not None:
         counting.announce(plan.layer, "grad_input")
     if recipe.grad_input.rhs is not None:
-        first = first_of(recipe.codes_of("weight"), saved.weight_scale)
+        codes = recipe.codes["weight"]
+        first = None if codes is None else First(codes, saved.weight_scale)
         weight_pair = weight_t(plan, grad_output, saved.weight, saved.cached, saved.weight_amax_t, first)
         return multiply(recipe.grad_input, pair, weight_pair, None, saved.dtypes[0])
     return ops.matmul(grad_output, _weight_values(plan, saved).t())
@@ -187,7 +179,7 @@ def _grad_input(plan: LinearPlan, grad_output: Tensor, pair: Pair, saved: Saved)
 
 def _weight_values(plan: LinearPlan, saved: Saved) -> Tensor:
     """The weight for a GEMM in high precision; with codes the values that forward multiplied, in the input's dtype."""
-    spec, (qdata, scale), dtype = plan.recipe.codes_of("weight"), saved.cached, saved.dtypes[0]
+    spec, (qdata, scale), dtype = plan.recipe.codes["weight"], saved.cached, saved.dtypes[0]
     if spec is None or plan.source.has_codes:
         # A weight that has codes has their values only.
         assert saved.weight is not None
@@ -206,10 +198,11 @@ def _grad_weight(plan: LinearPlan, grad_output: Tensor, pair_t: Pair, saved: Sav
         input_pair = saved.input_pair
         if plan.casts_input_again:
             assert input is not None
-            first = first_of(recipe.codes_of("input"), saved.input_scale)
+            codes = recipe.codes["input"]
+            first = None if codes is None else First(codes, saved.input_scale)
             input_pair = plan.provider.input_later(recomputable(input), recipe.grad_weight.rhs, input_pair[1], first)
         return multiply(recipe.grad_weight, pair_t, input_pair, None, saved.dtypes[1])
-    (qdata, scale), spec = saved.input_pair, recipe.codes_of("input")
+    (qdata, scale), spec = saved.input_pair, recipe.codes["input"]
     if spec is not None and qdata is not None and scale is not None:
         input = ops.dequantize(qdata, scale, *spec.args, saved.dtypes[0])
     assert input is not None
@@ -245,17 +238,22 @@ def weight_t(
 
 def _casts_weight_again(plan: LinearPlan) -> bool:
     """Whether backward makes the codes of the weight again; a weight that has codes keeps their scales itself."""
-    codes, spec_t = plan.recipe.codes_of("weight"), plan.recipe.grad_input.rhs
-    return codes is not None and spec_t is not None and not plan.source.has_codes
+    return plan.recipe.grad_input.rhs is not None and not plan.source.has_codes
 
 
 def _reads_codes_of_shard(plan: LinearPlan) -> bool:
     """Whether backward dequantizes a shard: its codes are kept, as their amaxes take a collective of forward."""
-    dequantizes = plan.recipe.codes_of("weight") is not None and plan.recipe.grad_input.rhs is None
-    return dequantizes and plan.needs_grad_input and plan.source is not CASTS and not plan.source.has_codes
+    return (
+        plan.recipe.grad_input.rhs is None
+        and plan.needs_grad_input
+        and plan.source is not CASTS
+        and not plan.source.has_codes
+    )
 
 
 def cached_for_backward(plan: LinearPlan, weight_pair: Pair, cached: Pair) -> Pair:
     """The pair to save for :func:`weight_t` of a weight that the caller keeps quantized; else no pair."""
-    reads_first = serves_both(plan.recipe) or (plan.recipe.from_codes and plan.recipe.grad_input.rhs is None)
+    recipe = plan.recipe
+    # In high precision backward reads the values of the codes.
+    reads_first = serves_both(recipe) or (recipe.codes["weight"] is not None and recipe.grad_input.rhs is None)
     return weight_pair if reads_first else cached

@@ -98,7 +98,7 @@ class OperandProvider:
     :class:`~.weight_source.WeightSource`.
 
     A spec of None means that no GEMM reads the operand in that orientation; its pair is ``(None, None)``. ``codes`` is
-    the spec of the codes that the transpose is made from (:meth:`~tritonfp8.Recipe.codes_of`), None for values.
+    the spec of the codes that the transpose is made from (:class:`~tritonfp8.Recipe`), None for values.
     """
 
     @property

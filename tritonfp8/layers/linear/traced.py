@@ -76,8 +76,8 @@ def _backward(
     grad, rows = _rows(grad_output), _rows(input)
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
         spec = how.grad_weight.rhs if needs_weight else None
-        input_pair = LOCAL.input(rows, None, spec, how.codes_of("input"))[1]
-        codes = how.codes_of("input")
+        input_pair = LOCAL.input(rows, None, spec, how.codes["input"])[1]
+        codes = how.codes["input"]
         if needs_weight and spec is None and codes is not None:
             # A GEMM in high precision reads the values of the codes.
             input_pair = LOCAL.input(rows, codes, None)[0]

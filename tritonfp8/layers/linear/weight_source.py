@@ -178,7 +178,7 @@ def weight_operands(weight: Tensor, recipe: Recipe, needs_grad_input: bool, sour
     """:func:`quantize_weight` of the part of a weight that ``source`` quantizes on this rank."""
     transposed = None if serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs
     specs = (recipe.output.rhs, transposed)
-    return _quantized(source.both(weight, *specs, recipe.codes_of("weight")), specs)
+    return _quantized(source.both(weight, *specs, recipe.codes["weight"]), specs)
 
 
 def check_cached(cached: Operands, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:

@@ -132,7 +132,7 @@ def quantize_weights(weight: Tensor, recipe: Recipe, needs_grad_input: bool = Tr
     specs = (recipe.output.rhs, recipe.grad_input.rhs if needs_grad_input else None)
     first, second = (
         None if spec is None else QuantizedGroups(*pair, spec, "matrices", weight.shape[0])  # type: ignore[arg-type]
-        for spec, pair in zip(specs, CASTS.both(weight, *specs, recipe.codes_of("weight")), strict=True)
+        for spec, pair in zip(specs, CASTS.both(weight, *specs, recipe.codes["weight"]), strict=True)
     )
     return first, second
 
@@ -167,7 +167,7 @@ class GroupedPlan(NamedTuple):
         """
         if self.layer is not None:
             counting.announce(self.layer, "output")
-        gemm, amax_t, codes = self.recipe.output, None, self.recipe.codes_of("weight")
+        gemm, amax_t, codes = self.recipe.output, None, self.recipe.codes["weight"]
         rhs: Pair = NO_PAIR
         if gemm.rhs is None:
             out = ops.grouped_matmul(rows.tensor(), weight, offsets, bias)
@@ -191,7 +191,7 @@ class GroupedPlan(NamedTuple):
             counting.announce(self.layer, "grad_input")
         gemm = self.recipe.grad_input
         weight, amax_t, scale, *cached = kept
-        spec = self.recipe.codes_of("weight")
+        spec = self.recipe.codes["weight"]
         if gemm.rhs is None:
             assert weight is not None
             if spec is not None:
@@ -211,7 +211,7 @@ class GroupedPlan(NamedTuple):
         if gemm.rhs is not None:
             return _multiply(gemm, lhs, rhs, offsets, None, dtype, grad.number)
         assert rows is not None
-        values, spec = rows.tensor(), self.recipe.codes_of("input")
+        values, spec = rows.tensor(), self.recipe.codes["input"]
         if spec is not None:
             values = _dequantized(values, offsets, spec)
         return ops.grouped_matmul(grad.tensor().t(), values.t(), offsets)
@@ -223,7 +223,7 @@ class GroupedPlan(NamedTuple):
         """
         lhs, lhs_t = self.recipe.grad_input.lhs, self.recipe.grad_weight.lhs
         both = self.needs_grad_input and self.needs_grad_weight
-        from_codes = self.recipe.codes_of("grad_output") is not None
+        from_codes = self.recipe.codes["grad_output"] is not None
         if not both or from_codes or lhs is None or lhs_t is None or -1 not in (*lhs.block, *lhs_t.block):
             return Rows(ops.swiglu_backward(grad, gate_up))
         rows, amax = ops.swiglu_backward_amax(grad, gate_up, offsets, *lhs.args, *lhs_t.args)
@@ -236,7 +236,7 @@ class GroupedPlan(NamedTuple):
             offsets,
             self.recipe.grad_input.lhs if self.needs_grad_input else None,
             self.recipe.grad_weight.lhs if self.needs_grad_weight else None,
-            self.recipe.codes_of("grad_output"),
+            self.recipe.codes["grad_output"],
         )
 
 
@@ -249,7 +249,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
         rows = Rows(input)
-        pair, kept = tokens_of(rows, offsets, plan.recipe.output.lhs, kept_spec, plan.recipe.codes_of("input"))
+        pair, kept = tokens_of(rows, offsets, plan.recipe.output.lhs, kept_spec, plan.recipe.codes["input"])
         out, of_weight = plan.output(rows, pair, weight, cached, offsets, bias)
         keeps_input = plan.needs_grad_weight and kept[0] is None
         ctx.save_for_backward(offsets, input if keeps_input else None, *kept, *of_weight)

@@ -69,7 +69,7 @@ def _grads_of_gathered(
     if plan.needs_grad_weight:
         assert hidden is not None
         rows = Rows(hidden, tokens_of_rows(order, tokens))
-        _, columns = tokens_of(rows, offsets, None, plan.recipe.grad_weight.rhs, plan.recipe.codes_of("input"))
+        _, columns = tokens_of(rows, offsets, None, plan.recipe.grad_weight.rhs, plan.recipe.codes["input"])
         grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
     return grad_hidden, grad_weight, ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
 
@@ -87,7 +87,7 @@ def _combined(
     weight (:meth:`GroupedPlan.output`).
     """
     kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
-    codes = plan.recipe.codes_of("input")
+    codes = plan.recipe.codes["input"]
     pair, kept = tokens_of(rows, routing.offsets, plan.recipe.output.lhs, kept_spec, codes)
     of_experts, of_weight = plan.output(rows, pair, weight, cached, routing.offsets, bias)
     out = ops.sum_of_rows(of_experts, places_of(routing.inverse, top_k_weights.shape[0]), top_k_weights)
