@@ -60,13 +60,13 @@ class TestPlans:
 
     def test_the_same_key_gives_the_same_plan(self):
         for make in (
-            lambda: make_plan(casts.both.plan_quantize_both, [view(0, 300, 512)], (ROW, ROW), H200),
+            lambda: make_plan(casts.both.plan_quantize_both, [view(0, 300, 512)], (ROW, ROW, False), H200),
             lambda: gemm_plan(256, 512, 384),
         ):
             assert make() == make()
 
     def test_partial_maxima_are_reduced_before_they_are_read(self):
-        plan = make_plan(casts.both.plan_quantize_both, [view(0, 2048, 4096)], (ROW, ROW), H200)
+        plan = make_plan(casts.both.plan_quantize_both, [view(0, 2048, 4096)], (ROW, ROW, False), H200)
         names = ["partial_amax_kernel", "maxima_kernel", "quantize_kernel"]
         assert [launch.kernel.__name__ for launch in plan.launches] == names
         partial, reduce, _ = plan.launches

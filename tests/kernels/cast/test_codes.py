@@ -139,7 +139,11 @@ def test_both_is_one_after_the_other(device, pair):
 
 
 @each_device
-@pytest.mark.parametrize("pair", [("e4m3", *pair) for pair in OF_RECIPES[:3]] + [("e5m2", "rowwise", "rowwise")])
+@pytest.mark.parametrize(
+    "pair",
+    [("e4m3", *pair) for pair in (*OF_RECIPES[:3], ("tensorwise", "tensorwise"), ("1x128", "rowwise"))]
+    + [("e5m2", "rowwise", "rowwise")],
+)
 @pytest.mark.parametrize("source", ["rows", "picked", "swiglu"])
 def test_groups(device, pair, source):
     spec, spec_t = texts(pair)

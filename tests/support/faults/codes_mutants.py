@@ -1,7 +1,7 @@
 """The faults about transposes that are made from codes, as arguments of ``Mutant``."""
 
 _KERNELS = ("tests/kernels/cast/test_codes.py",)
-_LAYERS = ("tests/layers/linear/test_codes.py",)
+_LAYERS = ("tests/layers/test_transposes.py",)
 
 FAULTS = (
     (

@@ -85,16 +85,6 @@ def check_file(names):
     assert recipes_of(names["model"]) == {"rowwise_fast"}
 
 
-def checks_recipe(name):
-    """A check of a converted model: all layers have the recipe of this name, and train."""
-
-    def check(names):
-        assert recipes_of(names["model"]) == {name}
-        check_trains(names)
-
-    return check
-
-
 def exported(mesh):
     model, other = (nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(2))
     names = {"model": model, "other_model": other, "weights": {}}
@@ -111,14 +101,12 @@ def check_exported(names):
 def accumulation(mesh):
     model = converted(Mlp())
     before = [p.detach().clone() for p in model.parameters()]
-    batches = [torch.randn(3, HIDDEN) for _ in range(2)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {
         "tritonfp8": tritonfp8,
         "model": model,
         "loss": lambda out: out.square().mean(),
-        "micro_batches": batches,
-        "optimizer": optimizer,
+        "micro_batches": [torch.randn(3, HIDDEN) for _ in range(2)],
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "before": before,
     }
 
@@ -380,8 +368,8 @@ CASES = {
     ),
     "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
-    "convert.md-2": Case(lambda mesh: {"model": Mlp()}, checks_recipe("rowwise_codes"), ranks=False),
-    "convert.md-3": Case(lambda mesh: {"model": Mlp()}, checks_recipe("rowwise_dequantized"), ranks=False),
+    "convert.md-2": Case(lambda mesh: {"model": Mlp()}, checks.check_recipe("rowwise_codes"), ranks=False),
+    "convert.md-3": Case(lambda mesh: {"model": Mlp()}, checks.check_recipe("rowwise_dequantized"), ranks=False),
     "convert.md-4": Case(accumulation, check_all_moved, ranks=False),
     "convert.md-5": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, checks.check_stored, ranks=False),
     "convert.md-6": Case(lambda mesh: {"model": Mlp()}, checks.check_trained_in_8_bits, ranks=False),

@@ -102,3 +102,13 @@ def check_program(names):
     assert [m.recipe.name for m in names["model"] if isinstance(m, tritonfp8.Float8Linear)] == ["rowwise"] * 2
     assert names["loss"].isfinite()
     assert all(names["optimizer"].state[p]["step"] == 4 for p in names["model"].parameters())
+
+
+def check_recipe(name):
+    """A check that all converted layers have the recipe of this name."""
+
+    def check(names):
+        layers = [layer for layer in names["model"].modules() if hasattr(layer, "recipe")]
+        assert {layer.recipe.name for layer in layers} == {name}
+
+    return check

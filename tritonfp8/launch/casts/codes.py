@@ -84,7 +84,11 @@ def _moved(x: Tensor, scale: Tensor, spec: str, spec_t: str, amax: Tensor | None
     return transpose(qdata), scale.t().clone(memory_format=torch.contiguous_format)
 
 
+def _of_no_rows(x: Tensor, scale: Tensor, offsets: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor] | None:
+    """Groups without elements. Others without a plan, such as square blocks, are left to the reference."""
+    serve = of_empty_groups(reference.transpose_group_codes)
+    return None if x.numel() else serve(x, scale, offsets, spec, spec_t)
+
+
 transpose_codes = launcher(plan_transpose_codes, reference.transpose_codes, _moved)
-transpose_group_codes = launcher(
-    plan_transpose_group_codes, reference.transpose_group_codes, of_empty_groups(reference.transpose_group_codes)
-)
+transpose_group_codes = launcher(plan_transpose_group_codes, reference.transpose_group_codes, _of_no_rows)
