@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_reduce
 from tritonfp8.distributed.shard_layout import DimLayout, is_split, local_blocks, split_blocks
-from tritonfp8.layers.linear import NO_PAIR, Amaxes, Pair, quantize_for
+from tritonfp8.layers.linear import NO_PAIR, Amaxes, Pair, Specs, quantize_for
 from tritonfp8.specs import QuantSpec, transposed
 
 
@@ -135,21 +135,15 @@ def quantize_by_amaxes(
     )
 
 
-def quantize_shard_both(
-    x: Tensor,
-    spec: QuantSpec | None,
-    spec_t: QuantSpec | None,
-    codes: QuantSpec | None,
-    layouts: tuple[DimLayout, DimLayout],
-) -> tuple[Pair, Pair]:
+def quantize_shard(x: Tensor, specs: Specs, layouts: tuple[DimLayout, DimLayout]) -> tuple[Pair, Pair]:
     """``(qdata, scale)`` of a shard and of its transpose by the scales of the global matrix.
 
     Args:
         x: this rank's part ``[rows, cols]``, aligned as ``layouts`` says.
-        spec, spec_t: of ``x`` and of ``x.T``, or None.
-        codes: the spec of the codes that ``x.T`` is made from; None to make it from values.
+        specs: of ``x`` and of ``x.T``.
         layouts: of the rows and the columns.
     """
+    spec, spec_t, codes = specs
     if codes is None or spec_t is None:
         return quantize_by_amaxes(x, spec, spec_t, global_amax(x, spec, spec_t, layouts))
     split = (is_split(layouts[i], s.block[i ^ swap]) for s, swap in ((codes, 0), (spec_t, 1)) for i in (0, 1))

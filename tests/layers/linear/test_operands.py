@@ -24,13 +24,13 @@ class Noting(OperandProvider):
     def input_key(self):
         return self.key
 
-    def input(self, x, spec, spec_t, codes=None):
-        self.asked.append(("input", spec is not None, spec_t is not None))
-        return super().input(x, spec, spec_t)
+    def input(self, x, specs):
+        self.asked.append(("input", specs.spec is not None, specs.spec_t is not None))
+        return super().input(x, specs)
 
-    def grad_output(self, x, spec, spec_t, codes=None):
-        self.asked.append(("grad_output", spec is not None, spec_t is not None))
-        return super().grad_output(x, spec, spec_t)
+    def grad_output(self, x, specs):
+        self.asked.append(("grad_output", specs.spec is not None, specs.spec_t is not None))
+        return super().grad_output(x, specs)
 
     def source(self):
         return NotingSource(self.asked)
@@ -42,14 +42,14 @@ class NotingSource(WeightSource):
 
     asked: list = field(compare=False)
 
-    def now(self, weight, spec, spec_t, codes=None):
-        self.asked.append(("now", spec is not None, spec_t is not None))
-        pair, _ = super().now(weight, spec, spec_t)
+    def now(self, weight, specs):
+        self.asked.append(("now", specs.spec is not None, specs.spec_t is not None))
+        pair, _ = super().now(weight, specs)
         return pair, torch.full((1,), 7.0)
 
-    def later(self, weight, spec_t, amax_t, grad_output, first=None):
-        self.asked.append(("later", amax_t.item(), tuple(grad_output.shape)))
-        return super().later(weight, spec_t, amax_t, grad_output)
+    def later(self, weight, how, grad_output):
+        self.asked.append(("later", how.amax_t.item(), tuple(grad_output.shape)))
+        return super().later(weight, how, grad_output)
 
 
 RECIPE = recipes.get("rowwise")

@@ -216,8 +216,8 @@ FAULTS = (
     ),
     (
         "tritonfp8/layers/moe/grouped.py",
-        "self.source.later(weight, gemm.rhs, amax_t, grad.x, first)",
-        "self.source.later(weight, gemm.rhs, None if amax_t is None else amax_t[:1].expand_as(amax_t), grad.x, first)",
+        "how = Later(gemm.rhs, amax_t, spec, scale)",
+        "how = Later(gemm.rhs, None if amax_t is None else amax_t[:1].expand_as(amax_t), spec, scale)",
         "all experts are scaled for backward by the amaxes of the first one",
         _LINEAR,
     ),

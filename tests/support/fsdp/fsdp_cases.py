@@ -212,14 +212,14 @@ def both_operands(weight, recipe):
 
 def operand_of(weight, recipe, transposed):
     """What a GEMM reads of a gathered weight."""
-    from tritonfp8.layers.linear import source_of
+    from tritonfp8.layers.linear import Later, Specs, source_of
 
     if transposed:
         spec = recipe.grad_input.rhs
-        pair = source_of(weight).later(weight, spec, None, None)
+        pair = source_of(weight).later(weight, Later(spec), None)
     else:
         spec = recipe.output.rhs
-        pair, _ = source_of(weight).now(weight, spec, None)
+        pair, _ = source_of(weight).now(weight, Specs(spec, None))
     return tritonfp8.Quantized(*pair, spec)
 
 

@@ -14,23 +14,23 @@ from tritonfp8.distributed.global_scales import (
     amax_of_codes,
     global_amax,
     quantize_by_amaxes,
-    quantize_shard_both,
+    quantize_shard,
 )
 from tritonfp8.distributed.shard_layout import DimLayout, is_split
 from tritonfp8.distributed.tensor_parallel.token_gather import TokenGather, quantize_and_gather
 from tritonfp8.layers.linear import (
     NO_PAIR,
     CodesSource,
-    First,
+    Later,
     OperandProvider,
     Pair,
     PairsAndSum,
+    Specs,
     WeightSource,
     quantize_later,
     read_operand,
 )
 from tritonfp8.layers.stored import StoredWeight
-from tritonfp8.specs import QuantSpec
 
 
 @dataclass(frozen=True)
@@ -54,35 +54,27 @@ class ShardedOperands(OperandProvider):
         """Sibling layers differ in their out features, which the cast of an input does not depend on."""
         return (self.m, self.k) if self.gather is None else (self.gather, self.gathered_k)
 
-    def input(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Pair]:
+    def input(self, x: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """``x`` is this rank's part; with a gather, the operands have the tokens of all ranks."""
         if self.gather is not None:
-            return quantize_and_gather(x, spec, spec_t, self.gather, self.gathered_k, codes)
-        return quantize_shard_both(x, spec, spec_t, codes, (self.m, self.k))
+            return quantize_and_gather(x, specs, self.gather, self.gathered_k)
+        return quantize_shard(x, specs, (self.m, self.k))
 
-    def input_now(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Tensor | None]:
+    def input_now(self, x: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
         """As :meth:`input`; backward reduces its own amaxes."""
-        return self.input(x, spec, None)[0], None
+        return self.input(x, specs._replace(spec_t=None))[0], None
 
-    def input_later(self, x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, first: First | None = None) -> Pair:
+    def input_later(self, x: Tensor, how: Later) -> Pair:
         """As :meth:`input`."""
-        return self.input(x, None, spec_t, None if first is None else first.spec)[1]
+        return self.input(x, Specs(None, how.spec_t, how.codes))[1]
 
-    def grad_output(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Pair]:
+    def grad_output(self, x: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """``x`` is this rank's part."""
-        return quantize_shard_both(x, spec, spec_t, codes, (self.m, self.n))
+        return quantize_shard(x, specs, (self.m, self.n))
 
-    def grad_output_and_sum(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> PairsAndSum:
+    def grad_output_and_sum(self, x: Tensor, specs: Specs) -> PairsAndSum:
         """As :meth:`grad_output`; the sum is of this rank's rows."""
-        return *self.grad_output(x, spec, spec_t, codes), x.sum(0)
+        return *self.grad_output(x, specs), x.sum(0)
 
 
 @dataclass(frozen=True)
@@ -96,38 +88,26 @@ class ShardedWeight(WeightSource):
     n: DimLayout
     k: DimLayout
 
-    def now(
-        self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Tensor | None]:
+    def now(self, weight: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
         """Reduces the amaxes of both orientations in one collective.
 
         The reduction runs in forward. In backward it would depend only on the weight, so the partitioner of each rank
         could place the collective in a different graph, and the ranks would deadlock.
         """
+        spec, spec_t, codes = specs
         if codes is not None and spec_t is not None:
-            pair, _ = quantize_shard_both(weight.detach(), codes, None, None, (self.n, self.k))
+            pair, _ = quantize_shard(weight.detach(), Specs(codes, None), (self.n, self.k))
             return NO_PAIR if spec is None else pair, amax_of_codes(pair, codes, spec_t, (self.n, self.k))
         amax, amax_t = global_amax(weight.detach(), spec, spec_t, (self.n, self.k))
         return quantize_by_amaxes(weight.detach(), spec, None, (amax, None))[0], amax_t
 
-    def later(
-        self,
-        weight: Tensor,
-        spec_t: QuantSpec,
-        amax_t: Tensor | None,
-        grad_output: Tensor | None,
-        first: First | None = None,
-    ) -> Pair:
+    def later(self, weight: Tensor, how: Later, grad_output: Tensor | None) -> Pair:
         """Quantizes the shard by the amaxes that forward reduced."""
-        if first is not None:
-            return quantize_later(weight, spec_t, amax_t, first)
-        return quantize_by_amaxes(weight, None, spec_t, (None, amax_t))[1]
+        return quantize_later(weight, how)
 
-    def both(
-        self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Pair]:
+    def both(self, weight: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """As :meth:`now` and :meth:`later`."""
-        return quantize_shard_both(weight, spec, spec_t, codes, (self.n, self.k))
+        return quantize_shard(weight, specs, (self.n, self.k))
 
 
 @dataclass(frozen=True)
@@ -143,11 +123,11 @@ class StoredShard(CodesSource):
     n: DimLayout
     k: DimLayout
 
-    def now(
-        self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Tensor | None]:
+    def now(self, weight: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
         """See :meth:`ShardedWeight.now`: here only the amaxes of ``weight.T`` are reduced, where ranks share one."""
-        pair, _ = super().now(weight, spec, spec_t)
+        spec, spec_t, _ = specs
+        assert spec is not None
+        pair, _ = super().now(weight, specs)
         # Square blocks of one spec: the transpose of the codes serves.
         if spec_t is None or (spec_t == spec and spec.block[0] == spec.block[1]):
             return pair, None
@@ -156,18 +136,11 @@ class StoredShard(CodesSource):
             return pair, None
         return pair, global_amax(_values(weight), None, spec_t, layouts)[1]
 
-    def later(
-        self,
-        weight: Tensor,
-        spec_t: QuantSpec,
-        amax_t: Tensor | None,
-        grad_output: Tensor | None,
-        first: First | None = None,
-    ) -> Pair:
+    def later(self, weight: Tensor, how: Later, grad_output: Tensor | None) -> Pair:
         """The transpose, by the amaxes that forward reduced."""
-        if amax_t is None:
-            return read_operand(weight, spec_t, True, grad_output)
-        return quantize_by_amaxes(_values(weight), None, spec_t, (None, amax_t))[1]
+        if how.amax_t is None:
+            return read_operand(weight, how.spec_t, True, grad_output)
+        return quantize_by_amaxes(_values(weight), None, how.spec_t, (None, how.amax_t))[1]
 
 
 def _values(weight: Tensor) -> Tensor:

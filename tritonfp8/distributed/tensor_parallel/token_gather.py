@@ -13,7 +13,7 @@ from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_gather_bytes, all_gather_rows, reduce_scatter_sum
 from tritonfp8.distributed.global_scales import global_amax, quantize_by_amaxes
 from tritonfp8.distributed.shard_layout import DimLayout, align, local_blocks, unalign
-from tritonfp8.layers.linear import NO_PAIR, Pair
+from tritonfp8.layers.linear import NO_PAIR, Pair, Specs
 from tritonfp8.ops import sealed
 from tritonfp8.specs import QuantSpec, empty_scale, transposed
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
@@ -152,14 +152,7 @@ def _received(
     return qdata, scale.copy_(joined.view(scale.dtype))
 
 
-def quantize_and_gather(
-    x: Tensor,
-    spec: QuantSpec | None,
-    spec_t: QuantSpec | None,
-    gather: TokenGather,
-    k: DimLayout,
-    codes: QuantSpec | None = None,
-) -> tuple[Pair, Pair]:
+def quantize_and_gather(x: Tensor, specs: Specs, gather: TokenGather, k: DimLayout) -> tuple[Pair, Pair]:
     """Quantize this rank's tokens and gather all ranks' codes: the same bits as quantizing the gathered tensor.
 
     One collective carries qdata and scales, ``M K`` bytes and the scales for ``output``. A transpose that is made from
@@ -168,14 +161,14 @@ def quantize_and_gather(
 
     Args:
         x: ``[tokens, K]``, this rank's rows.
-        spec, spec_t: of the gathered rows and of their transpose, or None.
+        specs: of the gathered rows and of their transpose.
         gather: how the rows of the ranks are put together.
         k: the layout of K.
-        codes: the spec of the codes that the transpose is made from; None to make it from values.
 
     Returns:
         ``(qdata, scale)`` of the gathered rows, and of their transpose.
     """
+    spec, spec_t, codes = specs
     if codes is not None and spec_t is not None:
         pair, _ = _quantize_and_gather(x, codes, None, gather, k)
         return NO_PAIR if spec is None else pair, ops.transpose_codes(*pair, *codes.args, *spec_t.args)

@@ -15,7 +15,7 @@ from tritonfp8.layers import recompute
 from tritonfp8.layers.linear.checks import autocast_dtype, cast_to, check_dtypes, check_linear, check_shapes, fit
 from tritonfp8.layers.linear.function import LinearFunction, LinearPlan
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
-from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, OperandProvider, Pair
+from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, OperandProvider, Pair, Specs
 from tritonfp8.layers.linear.transforms import transformed
 from tritonfp8.layers.linear.weight_source import CASTS, Operands, WeightSource, check_cached, pair_of, source_of
 from tritonfp8.layers.tensor_types import PLAIN, TENSORS, handler_of
@@ -120,22 +120,22 @@ def local_linear(
     again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(shared_as)
     layer = counting.take_callers()[0] if counting.is_logging else None
     plan = LinearPlan(recipe, *needs, quantized_weight is not None, provider, source, again, layer)
-    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None, recipe.codes["input"])
+    specs = Specs(recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None, recipe.codes["input"])
     data = (rows if own_rows is None else own_rows).detach()
     if again:
-        pair, amax_t = provider.input_now(data, *specs)
+        pair, amax_t = provider.input_now(data, specs)
         pairs: tuple[Pair, Pair] = pair, (None, amax_t)
     elif shared_input is None:
         if not torch.compiler.is_compiling():
             forget()
-        pairs = provider.input(data, *specs)
+        pairs = provider.input(data, specs)
     else:
         if not isinstance(shared_input, SharedInput):
             require_type("shared_input", shared_input, SharedInput, "a tritonfp8.functional.SharedInput or None")
         pairs = shared_input.quantize(shared_as, data, specs, provider)
     if quantized_weight is None:
         spec_t = recipe.grad_input.rhs if plan.needs_grad_input else None
-        weight_pair, amax_t = source.now(weight, recipe.output.rhs, spec_t, recipe.codes["weight"])
+        weight_pair, amax_t = source.now(weight, Specs(recipe.output.rhs, spec_t, recipe.codes["weight"]))
         cached = NO_PAIR
     else:
         check_cached(quantized_weight, weight, recipe, plan.needs_grad_input)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.compat import counting
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear.operands import LOCAL, First, OperandProvider, Pair
+from tritonfp8.layers.linear.operands import LOCAL, Later, OperandProvider, Pair, Specs
 from tritonfp8.layers.linear.weight_source import CASTS, WeightSource, serves_both
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Gemm, Recipe
@@ -149,11 +149,11 @@ def gradients(
     grad_input = grad_weight = grad_bias = None
     spec = recipe.grad_input.lhs if plan.needs_grad_input else None
     spec_t = recipe.grad_weight.lhs if plan.needs_grad_weight else None
-    codes = recipe.codes["grad_output"]
+    specs = Specs(spec, spec_t, recipe.codes["grad_output"])
     if needs_grad_bias:
-        pair, pair_t, grad_bias = plan.provider.grad_output_and_sum(grad_output, spec, spec_t, codes)
+        pair, pair_t, grad_bias = plan.provider.grad_output_and_sum(grad_output, specs)
     else:
-        pair, pair_t = plan.provider.grad_output(grad_output, spec, spec_t, codes)
+        pair, pair_t = plan.provider.grad_output(grad_output, specs)
     # Codes that forward saved are free before grad_input, which is as large as the input, is allocated.
     weight_first = saved.input_pair[0] is not None
     if plan.needs_grad_weight and weight_first:
@@ -170,9 +170,7 @@ def _grad_input(plan: LinearPlan, grad_output: Tensor, pair: Pair, saved: Saved)
     if plan.layer is not None:
         counting.announce(plan.layer, "grad_input")
     if recipe.grad_input.rhs is not None:
-        codes = recipe.codes["weight"]
-        first = None if codes is None else First(codes, saved.weight_scale)
-        weight_pair = weight_t(plan, grad_output, saved.weight, saved.cached, saved.weight_amax_t, first)
+        weight_pair = weight_t(plan, grad_output, saved)
         return multiply(recipe.grad_input, pair, weight_pair, None, saved.dtypes[0])
     return ops.matmul(grad_output, _weight_values(plan, saved).t())
 
@@ -198,9 +196,8 @@ def _grad_weight(plan: LinearPlan, grad_output: Tensor, pair_t: Pair, saved: Sav
         input_pair = saved.input_pair
         if plan.casts_input_again:
             assert input is not None
-            codes = recipe.codes["input"]
-            first = None if codes is None else First(codes, saved.input_scale)
-            input_pair = plan.provider.input_later(recomputable(input), recipe.grad_weight.rhs, input_pair[1], first)
+            how = Later(recipe.grad_weight.rhs, input_pair[1], recipe.codes["input"], saved.input_scale)
+            input_pair = plan.provider.input_later(recomputable(input), how)
         return multiply(recipe.grad_weight, pair_t, input_pair, None, saved.dtypes[1])
     (qdata, scale), spec = saved.input_pair, recipe.codes["input"]
     if spec is not None and qdata is not None and scale is not None:
@@ -218,22 +215,16 @@ def recomputable(x: Tensor) -> Tensor:
     return x.neg().neg()
 
 
-def weight_t(
-    plan: LinearPlan,
-    grad_output: Tensor,
-    weight: Tensor | None,
-    cached: Pair,
-    amax_t: Tensor | None = None,
-    first: First | None = None,
-) -> Pair:
+def weight_t(plan: LinearPlan, grad_output: Tensor, saved: Saved) -> Pair:
     """The transposed weight for ``grad_input``: from the cached operands if there are any, else from the source."""
-    qdata, scale = cached
+    qdata, scale = saved.cached
     if qdata is not None and scale is not None:
-        return (qdata.t().contiguous(), scale.t().contiguous()) if serves_both(plan.recipe) else cached
+        return (qdata.t().contiguous(), scale.t().contiguous()) if serves_both(plan.recipe) else saved.cached
     spec_t = plan.recipe.grad_input.rhs
-    assert weight is not None
+    assert saved.weight is not None
     assert spec_t is not None
-    return plan.source.later(weight, spec_t, amax_t, grad_output, first)
+    how = Later(spec_t, saved.weight_amax_t, plan.recipe.codes["weight"], saved.weight_scale)
+    return plan.source.later(saved.weight, how, grad_output)
 
 
 def _casts_weight_again(plan: LinearPlan) -> bool:

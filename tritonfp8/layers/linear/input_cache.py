@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.changes import versions
-from tritonfp8.layers.linear.operands import OperandProvider, Pair
+from tritonfp8.layers.linear.operands import OperandProvider, Pair, Specs
 from tritonfp8.layers.tensor_types import TENSORS
-from tritonfp8.specs import QuantSpec
 
 _T = TypeVar("_T")
 
@@ -145,23 +144,21 @@ class SharedInput:
         value: _T = entry.values[key]
         return value
 
-    def quantize(
-        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, ...], provider: OperandProvider
-    ) -> tuple[Pair, Pair]:
+    def quantize(self, input: Tensor, rows: Tensor, specs: Specs, provider: OperandProvider) -> tuple[Pair, Pair]:
         """``rows`` quantized by ``specs``, the arguments of the provider's ``input``.
 
         Shared under ``input``, the tensor that the siblings are called with.
         """
         if torch.compiler.is_compiling():
-            return provider.input(rows, *specs)
+            return provider.input(rows, specs)
         entry = self._entry(input)
         if entry is None:
-            return provider.input(rows, *specs)
+            return provider.input(rows, specs)
         key = (specs, rows.dtype, rows.shape, provider.input_key)
         pairs: tuple[Pair, Pair] | None = entry.values.get(key)
         if pairs is None:
-            pairs = entry.values[key] = provider.input(rows, *specs)
-        elif _thread.stale is not None and not _are_equal(pairs, provider.input(rows, *specs)):
+            pairs = entry.values[key] = provider.input(rows, specs)
+        elif _thread.stale is not None and not _are_equal(pairs, provider.input(rows, specs)):
             _thread.stale.add(self)
         entry.readers.add(self)
         if len(entry.readers) == len(self._siblings):

@@ -18,16 +18,33 @@ Amaxes = tuple[Tensor | None, Tensor | None]
 """float32 amaxes of the blocks of a matrix and of its transpose; None where each block lies on one rank."""
 
 
-class First(NamedTuple):
-    """The untransposed cast of a matrix, whose codes the transpose is made from.
+class Specs(NamedTuple):
+    """How a matrix is quantized for the GEMMs that read it.
 
     Attributes:
-        spec: of the codes.
-        scale: of the codes; None where nobody kept them, and ``x`` is quantized again.
+        spec, spec_t: of the matrix and of its transpose; None where no GEMM reads it in that orientation.
+        codes: of the codes that the transpose is made from; None to make it from values.
     """
 
-    spec: QuantSpec
-    scale: Tensor | None
+    spec: QuantSpec | None
+    spec_t: QuantSpec | None
+    codes: QuantSpec | None = None
+
+
+class Later(NamedTuple):
+    """How backward quantizes the transpose of a matrix that forward quantized.
+
+    Attributes:
+        spec_t: of the transpose.
+        amax_t: float32, the amaxes of its blocks; None where forward did not find them.
+        codes: the spec of the codes that the transpose is made from; None to make it from values.
+        scale: of these codes; None where nobody kept them, and the matrix is quantized again.
+    """
+
+    spec_t: QuantSpec
+    amax_t: Tensor | None = None
+    codes: QuantSpec | None = None
+    scale: Tensor | None = None
 
 
 def quantize_for(
@@ -62,7 +79,7 @@ def found_together(spec: QuantSpec | None, spec_t: QuantSpec | None) -> bool:
 
 
 def quantize_now(
-    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: bool = False
+    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
 ) -> tuple[Pair, Tensor | None]:
     """``(qdata, scale)`` of ``x``; and the amax of ``x.T`` for :func:`quantize_later`, if it is known then.
 
@@ -74,17 +91,18 @@ def quantize_now(
     if spec_t is None or not found_together(spec, spec_t):
         return (ops.quantize_matrices if matrices else ops.quantize)(x, *spec.args), None
     cast = ops.quantize_matrices_with_amax if matrices else ops.quantize_with_amax
-    qdata, scale, amax = cast(x, *spec.args, *spec_t.args, *((True,) if codes else ()))
+    qdata, scale, amax = cast(x, *spec.args, *spec_t.args, *(() if codes is None else (True,)))
     return (qdata, scale), amax
 
 
-def quantize_later(x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, first: First | None = None) -> Pair:
-    """``(qdata, scale)`` of ``x.T`` by the amax that :func:`quantize_now` returned; ``first`` is its cast of ``x``."""
+def quantize_later(x: Tensor, how: Later) -> Pair:
+    """``(qdata, scale)`` of ``x.T``, of which :func:`quantize_now` returned the amax."""
+    spec_t, amax_t, codes, scale = how
     amax = () if amax_t is None else (amax_t,)
-    if first is not None and first.scale is None:
-        return quantize_for(x, None, spec_t, first.spec)[1]
-    if first is not None:
-        return ops.transpose_codes(x, first.scale, *first.spec.args, *spec_t.args, *amax)
+    if codes is not None and scale is not None:
+        return ops.transpose_codes(x, scale, *codes.args, *spec_t.args, *amax)
+    if codes is not None:
+        return quantize_for(x, None, spec_t, codes)[1]
     cast = ops.quantize_matrices if x.ndim == 3 else ops.quantize
     return cast(x, *spec_t.args, True, *amax)
 
@@ -97,8 +115,7 @@ class OperandProvider:
     compared by value, because a compiled graph is guarded on them. The operands of the weight come from a
     :class:`~.weight_source.WeightSource`.
 
-    A spec of None means that no GEMM reads the operand in that orientation; its pair is ``(None, None)``. ``codes`` is
-    the spec of the codes that the transpose is made from (:class:`~tritonfp8.Recipe`), None for values.
+    A spec of None means that no GEMM reads the operand in that orientation; its pair is ``(None, None)``.
     """
 
     @property
@@ -106,39 +123,32 @@ class OperandProvider:
         """Sibling layers share the cast of an input only if this value is equal for both."""
         return None
 
-    def input(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Pair]:
+    def input(self, x: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """``(qdata, scale)`` of the input ``x [M, K]`` for ``output``, and of ``x.T`` for ``grad_weight``."""
-        return quantize_for(x, spec, spec_t, codes)
+        return quantize_for(x, *specs)
 
-    def input_now(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Tensor | None]:
+    def input_now(self, x: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
         """The input for ``output``, where backward casts it again for ``grad_weight``.
 
         Returns:
             ``(qdata, scale)``; and the amaxes of ``x.T`` if they are known, which backward passes to
             :meth:`input_later`.
         """
-        return quantize_now(x, spec, spec_t, codes is not None)
+        return quantize_now(x, *specs)
 
-    def input_later(self, x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, first: First | None = None) -> Pair:
+    def input_later(self, x: Tensor, how: Later) -> Pair:
         """``(qdata, scale)`` of ``x.T`` for ``grad_weight``; runs in backward."""
-        return quantize_later(x, spec_t, amax_t, first)
+        return quantize_later(x, how)
 
-    def grad_output(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Pair]:
+    def grad_output(self, x: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """``(qdata, scale)`` of ``x [M, N]`` for ``grad_input``, and of ``x.T`` for ``grad_weight``."""
-        return quantize_for(x, spec, spec_t, codes)
+        return quantize_for(x, *specs)
 
-    def grad_output_and_sum(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> PairsAndSum:
+    def grad_output_and_sum(self, x: Tensor, specs: Specs) -> PairsAndSum:
         """As :meth:`grad_output`, and the gradient of a bias ``[N]``: the sum of the rows of ``x [M, N]``."""
+        spec, spec_t, codes = specs
         if spec is None or spec_t is None:
-            return *quantize_for(x, spec, spec_t, codes), x.sum(0)
+            return *quantize_for(x, *specs), x.sum(0)
         flags = () if codes is None else (True,)
         qdata, scale, qdata_t, scale_t, total = ops.quantize_both_sum(x, *spec.args, *spec_t.args, *flags)
         return (qdata, scale), (qdata_t, scale_t), total

@@ -16,7 +16,7 @@ from tritonfp8.compat import counting
 from tritonfp8.layers.first_order import refuse_second_derivative
 from tritonfp8.layers.linear.dispatch import local_linear
 from tritonfp8.layers.linear.function import LinearPlan, Saved, cached_for_backward, gradients
-from tritonfp8.layers.linear.operands import LOCAL
+from tritonfp8.layers.linear.operands import LOCAL, Specs
 from tritonfp8.layers.linear.weight_source import CASTS, Operands
 from tritonfp8.ops import implement, saved
 from tritonfp8.recipes import Recipe, recipe_of
@@ -76,11 +76,11 @@ def _backward(
     grad, rows = _rows(grad_output), _rows(input)
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
         spec = how.grad_weight.rhs if needs_weight else None
-        input_pair = LOCAL.input(rows, None, spec, how.codes["input"])[1]
+        input_pair = LOCAL.input(rows, Specs(None, spec, how.codes["input"]))[1]
         codes = how.codes["input"]
         if needs_weight and spec is None and codes is not None:
             # A GEMM in high precision reads the values of the codes.
-            input_pair = LOCAL.input(rows, codes, None)[0]
+            input_pair = LOCAL.input(rows, Specs(codes, None))[0]
         kept = cached_for_backward(plan, cached, cached_t)
         grad_input, grad_weight, grad_bias = gradients(
             plan, grad, Saved(weight, None, rows, input_pair, kept, (input.dtype, weight.dtype)), needs_bias

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.layers.extensions import SOURCES
-from tritonfp8.layers.linear.operands import NO_PAIR, First, Pair, quantize_for, quantize_later, quantize_now
+from tritonfp8.layers.linear.operands import NO_PAIR, Later, Pair, Specs, quantize_for, quantize_later, quantize_now
 from tritonfp8.ops.passes import may_batch
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.specs import TENSORWISE, QuantSpec
@@ -36,43 +36,32 @@ class WeightSource:
         """Whether the weight is quantized already, so that nobody needs to keep its codes for several passes."""
         return False
 
-    def now(
-        self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Tensor | None]:
+    def now(self, weight: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
         """The weight for ``output``; runs in forward.
 
         Returns:
             ``(qdata, scale)``; and the amaxes of the transpose, which backward passes to :meth:`later`. They are None
             where backward finds them.
         """
+        spec, spec_t, codes = specs
         if weight.ndim == 3:
             finds = weight.is_contiguous()
         else:
             # In a graph the casts of small weights to their transposes become one op, which finds the amaxes.
             compiling = torch.compiler.is_compiling() and codes is None
             finds = not compiling or not may_batch(weight) or (spec and spec.block) == TENSORWISE
-        return quantize_now(weight.detach(), spec, spec_t if finds else None, codes is not None)
+        return quantize_now(weight.detach(), spec, spec_t if finds else None, codes)
 
-    def later(
-        self,
-        weight: Tensor,
-        spec_t: QuantSpec,
-        amax_t: Tensor | None,
-        grad_output: Tensor | None,
-        first: First | None = None,
-    ) -> Pair:
+    def later(self, weight: Tensor, how: Later, grad_output: Tensor | None) -> Pair:
         """``(qdata, scale)`` of the transposed weight for ``grad_input``; runs in backward.
 
-        ``grad_output`` is there for compilers only: an op that reads it cannot be moved into forward. ``first`` is the
-        result of :meth:`now`, if the transpose is made from codes.
+        ``grad_output`` is there for compilers only: an op that reads it cannot be moved into forward.
         """
-        return quantize_later(weight, spec_t, amax_t, first)
+        return quantize_later(weight, how)
 
-    def both(
-        self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Pair]:
+    def both(self, weight: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """The weight as :meth:`now` and :meth:`later` return it, for more than one pass."""
-        return quantize_for(weight.detach(), spec, spec_t, codes)
+        return quantize_for(weight.detach(), *specs)
 
 
 @dataclass(frozen=True)
@@ -84,32 +73,22 @@ class CodesSource(WeightSource):
         """True."""
         return True
 
-    def now(
-        self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Tensor | None]:
+    def now(self, weight: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
         """The codes and their scales.
 
         Raises:
             ValueError: the weight has the codes of another recipe.
         """
-        assert spec is not None
-        return read_operand(weight, spec, False), None
+        assert specs.spec is not None
+        return read_operand(weight, specs.spec, False), None
 
-    def later(
-        self,
-        weight: Tensor,
-        spec_t: QuantSpec,
-        amax_t: Tensor | None,
-        grad_output: Tensor | None,
-        first: First | None = None,
-    ) -> Pair:
+    def later(self, weight: Tensor, how: Later, grad_output: Tensor | None) -> Pair:
         """The transpose: of a stored weight quantized from its values, unless its blocks are square."""
-        return read_operand(weight, spec_t, True, grad_output)
+        return read_operand(weight, how.spec_t, True, grad_output)
 
-    def both(
-        self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, codes: QuantSpec | None = None
-    ) -> tuple[Pair, Pair]:
+    def both(self, weight: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """As :meth:`now` and :meth:`later`."""
+        spec, spec_t, _ = specs
         return (
             NO_PAIR if spec is None else read_operand(weight, spec, False),
             NO_PAIR if spec_t is None else read_operand(weight, spec_t, True),
@@ -178,7 +157,7 @@ def weight_operands(weight: Tensor, recipe: Recipe, needs_grad_input: bool, sour
     """:func:`quantize_weight` of the part of a weight that ``source`` quantizes on this rank."""
     transposed = None if serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs
     specs = (recipe.output.rhs, transposed)
-    return _quantized(source.both(weight, *specs, recipe.codes["weight"]), specs)
+    return _quantized(source.both(weight, Specs(*specs, recipe.codes["weight"])), specs)
 
 
 def check_cached(cached: Operands, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:

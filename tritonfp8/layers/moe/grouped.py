@@ -21,7 +21,7 @@ from tritonfp8.compat import counting
 from tritonfp8.compat.torch_private import is_transformed
 from tritonfp8.layers.extensions import SOURCES
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear import CASTS, NO_PAIR, First, Pair, WeightSource, autocast_dtype, cast_to
+from tritonfp8.layers.linear import CASTS, NO_PAIR, Later, Pair, Specs, WeightSource, autocast_dtype, cast_to
 from tritonfp8.layers.moe.checks import (
     are_plain,
     check_cached,
@@ -70,17 +70,9 @@ class Rows(NamedTuple):
         return rows if self.factors is None else (rows.float() * self.factors.float()[:, None]).to(rows.dtype)
 
 
-def tokens_of(
-    rows: Rows,
-    offsets: Tensor,
-    spec: QuantSpec | None,
-    spec_t: QuantSpec | None,
-    codes: QuantSpec | None = None,
-) -> tuple[Pair, Pair]:
-    """``(qdata, scale)`` of each group of rows and of its transpose, each None where its spec is.
-
-    ``codes``: the spec of the codes that the transposes are made from; None to make them from values.
-    """
+def tokens_of(rows: Rows, offsets: Tensor, specs: Specs) -> tuple[Pair, Pair]:
+    """``(qdata, scale)`` of each group of rows and of its transpose, each None where its spec is."""
+    spec, spec_t, codes = specs
     x, *sources, amax = rows
     first = codes if codes is not None and spec_t is not None else spec
     if first is not None and spec_t is not None:
@@ -132,7 +124,7 @@ def quantize_weights(weight: Tensor, recipe: Recipe, needs_grad_input: bool = Tr
     specs = (recipe.output.rhs, recipe.grad_input.rhs if needs_grad_input else None)
     first, second = (
         None if spec is None else QuantizedGroups(*pair, spec, "matrices", weight.shape[0])  # type: ignore[arg-type]
-        for spec, pair in zip(specs, CASTS.both(weight, *specs, recipe.codes["weight"]), strict=True)
+        for spec, pair in zip(specs, CASTS.both(weight, Specs(*specs, recipe.codes["weight"])), strict=True)
     )
     return first, second
 
@@ -176,7 +168,7 @@ class GroupedPlan(NamedTuple):
                 rhs = cached[0], cached[1]
             else:
                 spec_t = self.recipe.grad_input.rhs if self.needs_grad_input else None
-                rhs, amax_t = self.source.now(weight, gemm.rhs, spec_t, codes)
+                rhs, amax_t = self.source.now(weight, Specs(gemm.rhs, spec_t, codes))
             out = _multiply(gemm, lhs, rhs, offsets, bias, rows.x.dtype)
         if not self.needs_grad_input:
             return out, [None, None, None]
@@ -197,8 +189,8 @@ class GroupedPlan(NamedTuple):
             if spec is not None:
                 weight = ops.dequantize(*ops.quantize_matrices(weight, *spec.args), *spec.args, grad.x.dtype)
             return ops.grouped_matmul(grad.tensor(), weight.transpose(1, 2), offsets)
-        first = None if spec is None else First(spec, scale)
-        rhs = (cached[0], cached[1]) if cached else self.source.later(weight, gemm.rhs, amax_t, grad.x, first)
+        how = Later(gemm.rhs, amax_t, spec, scale)
+        rhs = (cached[0], cached[1]) if cached else self.source.later(weight, how, grad.x)
         return _multiply(gemm, lhs, rhs, offsets, None, grad.x.dtype)
 
     def grad_weight(
@@ -234,9 +226,11 @@ class GroupedPlan(NamedTuple):
         return tokens_of(
             grad,
             offsets,
-            self.recipe.grad_input.lhs if self.needs_grad_input else None,
-            self.recipe.grad_weight.lhs if self.needs_grad_weight else None,
-            self.recipe.codes["grad_output"],
+            Specs(
+                self.recipe.grad_input.lhs if self.needs_grad_input else None,
+                self.recipe.grad_weight.lhs if self.needs_grad_weight else None,
+                self.recipe.codes["grad_output"],
+            ),
         )
 
 
@@ -249,7 +243,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
         rows = Rows(input)
-        pair, kept = tokens_of(rows, offsets, plan.recipe.output.lhs, kept_spec, plan.recipe.codes["input"])
+        pair, kept = tokens_of(rows, offsets, Specs(plan.recipe.output.lhs, kept_spec, plan.recipe.codes["input"]))
         out, of_weight = plan.output(rows, pair, weight, cached, offsets, bias)
         keeps_input = plan.needs_grad_weight and kept[0] is None
         ctx.save_for_backward(offsets, input if keeps_input else None, *kept, *of_weight)

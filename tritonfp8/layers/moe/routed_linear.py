@@ -20,7 +20,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.compat.torch_private import statically_known_true
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear import Pair, autocast_dtype
+from tritonfp8.layers.linear import Pair, Specs, autocast_dtype
 from tritonfp8.layers.moe.grouped import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
 from tritonfp8.layers.moe.routing import Routing, grad_of_factors, in_dtype, places_of, tokens_of_rows
 from tritonfp8.recipes import Recipe
@@ -42,7 +42,7 @@ def _gathered(
 ) -> tuple[Tensor, list[Any]]:
     """The rows of all experts, and what backward reads of the weight (:meth:`GroupedPlan.output`)."""
     rows = Rows(hidden, tokens_of_rows(routing.order, hidden.shape[0]))
-    pair, _ = tokens_of(rows, routing.offsets, plan.recipe.output.lhs, None)
+    pair, _ = tokens_of(rows, routing.offsets, Specs(plan.recipe.output.lhs, None))
     return plan.output(rows, pair, weight, cached, routing.offsets, bias)
 
 
@@ -69,7 +69,7 @@ def _grads_of_gathered(
     if plan.needs_grad_weight:
         assert hidden is not None
         rows = Rows(hidden, tokens_of_rows(order, tokens))
-        _, columns = tokens_of(rows, offsets, None, plan.recipe.grad_weight.rhs, plan.recipe.codes["input"])
+        _, columns = tokens_of(rows, offsets, Specs(None, plan.recipe.grad_weight.rhs, plan.recipe.codes["input"]))
         grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
     return grad_hidden, grad_weight, ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
 
@@ -87,8 +87,8 @@ def _combined(
     weight (:meth:`GroupedPlan.output`).
     """
     kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
-    codes = plan.recipe.codes["input"]
-    pair, kept = tokens_of(rows, routing.offsets, plan.recipe.output.lhs, kept_spec, codes)
+    specs = Specs(plan.recipe.output.lhs, kept_spec, plan.recipe.codes["input"])
+    pair, kept = tokens_of(rows, routing.offsets, specs)
     of_experts, of_weight = plan.output(rows, pair, weight, cached, routing.offsets, bias)
     out = ops.sum_of_rows(of_experts, places_of(routing.inverse, top_k_weights.shape[0]), top_k_weights)
     return in_dtype(out, rows.x.dtype), of_experts, kept, of_weight
