@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,7 +84,12 @@ def read(path: Path, recipe: str) -> Run:
     if len(run["losses"]) != found["settings"]["steps"]:
         raise RuntimeError(f"{path}: {recipe} ended after {len(run['losses'])} of {found['settings']['steps']} steps")
     losses = [round(loss, 5) for loss in run["losses"]]
-    return Run(recipe, found["settings"]["seed"], found["text"]["sha256"], run.get("held_out_loss"), losses)
+    return Run(name_of(recipe), found["settings"]["seed"], found["text"]["sha256"], run.get("held_out_loss"), losses)
+
+
+def name_of(recipe: str) -> str:
+    """The name of a recipe that is given by name or as a TOML file."""
+    return Path(recipe).stem
 
 
 def judge(runs: Iterable[Run]) -> list[dict[str, Any]]:
@@ -133,20 +139,27 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def collect(
-    runs: list[Run], wanted: list[tuple[str, int]], options: dict[str, Any], path: Path, data: Path | None = None
+    runs: list[Run],
+    wanted: list[tuple[str, int]],
+    options: dict[str, Any],
+    path: Path,
+    data: Path | None = None,
+    at_once: int = 1,
 ) -> list[str]:
     """Train what is missing of ``wanted`` into ``runs``, writing ``path`` after each; returns what failed."""
     arguments = options if data is None else options | {"data": data}
-    missing = [each for each in wanted if each not in {(run.recipe, run.seed) for run in runs}]
+    have = {(run.recipe, run.seed) for run in runs}
+    missing = [each for each in wanted if (name_of(each[0]), each[1]) not in have]
     failed = []
-    for each in missing:
-        try:
-            runs.append(train(*each, arguments))
-        except RuntimeError as error:
-            failed.append(str(error))
-            continue
-        rows = sorted(map(asdict, runs), key=lambda row: (row["recipe"], row["seed"]))
-        write_results(path, {"options": options, "mean_steps": MEAN_STEPS, "found": judge(runs), "rows": rows})
+    with ThreadPoolExecutor(at_once) as pool:
+        for done in as_completed([pool.submit(train, *each, arguments) for each in missing]):
+            try:
+                runs.append(done.result())
+            except RuntimeError as error:
+                failed.append(str(error))
+                continue
+            rows = sorted(map(asdict, runs), key=lambda row: (row["recipe"], row["seed"]))
+            write_results(path, {"options": options, "mean_steps": MEAN_STEPS, "found": judge(runs), "rows": rows})
     return failed
 
 
@@ -162,12 +175,13 @@ def resume(path: Path, options: dict[str, Any]) -> list[Run]:
 
 def main(
     model: Annotated[str, typer.Option(help="As for `tritonfp8 train`.")] = "160m",
-    recipes: Annotated[str, typer.Option(help="Names, separated by commas.")] = "bf16,rowwise,blockwise",
+    recipes: Annotated[str, typer.Option(help="Names or TOML files, separated by commas.")] = "bf16,rowwise,blockwise",
     seeds: Annotated[str, typer.Option(help="Numbers, separated by commas.")] = "0,1,2",
     steps: Annotated[int, typer.Option(help="Steps of a run.")] = 3000,
     batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 8,
     seq_len: Annotated[int, typer.Option(help="Bytes of text a sequence.")] = 1024,
     data: Annotated[Path | None, typer.Option(help="As for `tritonfp8 train`.")] = None,
+    at_once: Annotated[int, typer.Option(help="Runs that share the GPU at a time.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder for seeds.json and seeds.png.")] = None,
 ) -> None:
     """Train each recipe from each seed, and compare with bf16 of the same seed."""
@@ -176,8 +190,8 @@ def main(
     options |= {} if data is None else {"data": data.name}
     out = out or results_folder() / f"seeds-{model}"
     runs = resume(out / "seeds.json", options)
-    wanted = [(recipe, int(seed)) for recipe in recipes.split(",") for seed in seeds.split(",")]
-    failed = collect(runs, wanted, options, out / "seeds.json", data)
+    wanted = [(recipe, int(seed)) for seed in seeds.split(",") for recipe in recipes.split(",")]
+    failed = collect(runs, wanted, options, out / "seeds.json", data, at_once)
     found = judge(runs)
     for row in found:
         held_out = "not measured" if row["held_out"] is None else f"{row['held_out']:+.2%}"
