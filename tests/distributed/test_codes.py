@@ -24,12 +24,13 @@ CODES = {name: recipes.get(name, transposed_from="codes") for name in NAMES}
 EXACT = {name: recipes.get(name, backward="dequantized") for name in NAMES}
 each_codes = pytest.mark.parametrize("how", CODES.values(), ids=CODES)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-# Of the input, the weight and the bias.
+# Of the input, the weight and the bias, and of the output.
 PLACEMENTS = {
     "tokens, replicated weight": ([S0], [R], [R]),
     "colwise": ([R], [S0], [S0]),
     "colwise, sharded tokens": ([S0], [S0], [S0]),
     "rowwise": ([S1], [S1], [R]),
+    "rowwise, scattered tokens": ([S1], [S1], [R], [S0]),
 }
 
 
@@ -53,6 +54,27 @@ def test_tokens_are_sent_once_for_both_gemms(ranks, how):
     assert dtype == torch.uint8
     # Of bf16, which sends two bytes an element.
     assert n <= 0.52 * 2 * 128 * 256
+
+
+def gathers_of_backward(mesh, how):
+    """All-gathers of the backward of a layer whose output [2 x 128, 256] is scattered: (dtype, elements)."""
+    x = on_mesh(normal(256, 64).bfloat16(), mesh, [S1])
+    w = on_mesh(normal(256, 64, seed=1).bfloat16(), mesh, [S1])
+    out = linear(x, w, None, how, output_placements=[S0])
+    assert out.placements == (S0,)
+    with Recorder() as seen:
+        out.to_local().sum().backward()
+    return [(dtype, n) for op, dtype, n in seen.sent if "gather" in op]
+
+
+@each_codes
+def test_the_gradient_is_sent_once_for_both_gemms(ranks, how):
+    ((dtype, n),) = ranks.run(2, gathers_of_backward, how)[0]
+    assert dtype == torch.uint8
+    assert n <= 0.52 * 2 * 128 * 256
+    # Two operands of 8 bits take as many bytes as bf16.
+    if how.name != "blockwise_codes":
+        assert ranks.run(2, gathers_of_backward, replace(how, transposed_from="values"))[0] == [(torch.bfloat16, 2**15)]
 
 
 @each_codes

@@ -65,11 +65,13 @@ def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], grou
 def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, group: str) -> Tensor:
     """The sum of ``x`` over the group, scattered along ``dim``: rank i gets ``sizes[i]`` positions."""
     widest = max(sizes)
-    parts = torch.movedim(x, dim, 0).split(list(sizes))
     if widest == 0:
-        return torch.movedim(parts[rank], 0, dim)
-    pad = [0, 0] * (x.ndim - 1)
-    padded = torch.cat([torch.nn.functional.pad(part, [*pad, 0, widest - part.shape[0]]) for part in parts])
+        return x
+    padded = torch.movedim(x, dim, 0)
+    if min(sizes) < widest:
+        pad = [0, 0] * (x.ndim - 1)
+        parts = padded.split(list(sizes))
+        padded = torch.cat([torch.nn.functional.pad(part, [*pad, 0, widest - part.shape[0]]) for part in parts])
     mine = _ops.wait_tensor(_ops.reduce_scatter_tensor(padded.contiguous(), "sum", len(sizes), group))
     return torch.movedim(mine.narrow(0, 0, sizes[rank]), 0, dim)
 
@@ -78,7 +80,9 @@ def all_gather_rows(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Te
     """The tensors of all ranks joined along ``dim``; rank i contributes ``sizes[i]`` positions."""
     widest = max(sizes)
     rows = torch.movedim(x, dim, 0)
-    padded = torch.nn.functional.pad(rows, [0, 0] * (x.ndim - 1) + [0, widest - rows.shape[0]]).contiguous()
-    everyone = _ops.wait_tensor(_ops.all_gather_into_tensor(padded, len(sizes), group))
-    parts = [everyone.narrow(0, rank * widest, size) for rank, size in enumerate(sizes)]
-    return torch.movedim(torch.cat(parts), 0, dim)
+    if rows.shape[0] < widest:
+        rows = torch.nn.functional.pad(rows, [0, 0] * (x.ndim - 1) + [0, widest - rows.shape[0]])
+    everyone = _ops.wait_tensor(_ops.all_gather_into_tensor(rows.contiguous(), len(sizes), group))
+    if min(sizes) < widest:
+        everyone = torch.cat([everyone.narrow(0, rank * widest, size) for rank, size in enumerate(sizes)])
+    return torch.movedim(everyone, 0, dim)

@@ -80,7 +80,6 @@ BASE = (
     PrivateName(f"{_PARALLEL}:ColwiseParallel", "_prepare_input_fn", "hands on an input that is not gathered"),
     PrivateName(f"{_PARALLEL}:RowwiseParallel", "_apply", "checks the module that a style is applied to"),
     PrivateName(f"{_PARALLEL}:RowwiseParallel", "_prepare_input_fn", "hands on an input that is not redistributed"),
-    PrivateName(f"{_PARALLEL}:RowwiseParallel", "_prepare_output_fn", "scatters tokens by given counts"),
     PrivateName(f"{_PARALLEL}:PrepareModuleInput", "_apply", "checks the module that a style is applied to"),
     PrivateName(f"{_PARALLEL}:PrepareModuleInput", "_prepare_input_arg", "hands on an input that is not gathered"),
 )  # fmt: skip

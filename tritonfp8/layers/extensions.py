@@ -34,7 +34,7 @@ class Extensions(NamedTuple):
 
     Attributes:
         tensor_type: DTensor.
-        linear: ``linear(input, weight, bias, recipe, shared_input, quantized_weight)``, where an operand is a DTensor.
+        linear: :func:`tritonfp8.functional.linear` where an operand is a DTensor; all arguments by position.
         sources: entries for :data:`SOURCES`.
         carried: a context manager, made when a forward begins; its recompute enters it, to restore the options.
         whole_together: from the layers to those whose weights FSDP2 shards.

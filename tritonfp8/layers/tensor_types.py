@@ -15,7 +15,7 @@ PLAIN = (*TENSORS, type(None))
 """Types of operands that are their own data, or missing."""
 
 Handler = Callable[..., Tensor]
-"""``handler(input, weight, bias, recipe, shared_input, quantized_weight)``."""
+"""``handler(input, weight, bias, recipe, shared_input, quantized_weight, output_placements)``."""
 
 
 @constant_for_dynamo

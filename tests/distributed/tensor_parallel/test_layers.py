@@ -22,7 +22,7 @@ from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 pytestmark = [pytest.mark.xdist_group("tensor parallel"), pytest.mark.one_in(4)]
 
 NAMES = recipes.names()
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 
 
 WAYS = {
@@ -30,6 +30,7 @@ WAYS = {
     "colwise": ([R], [S0], [S0]),
     "rowwise": ([S1], [S1], [R]),
     "rowwise of a replicated input": ([R], [S1], [R]),
+    "rowwise, scattered": ([S1], [S1], [R], [S0]),
     "tokens": ([S0], [R], [R]),
     "tokens gathered": ([S0], [S0], [S0]),
     "tokens exchanged for features": ([S0], [S1], [R]),
@@ -48,26 +49,29 @@ def test_layer_whose_blocks_straddle_shards(ranks, way):
     ranks.run(2, check_layer, NAMES, (301,), 253, 357, WAYS[way])
 
 
-@pytest.mark.parametrize("way", ["colwise", "rowwise", "tokens", "tokens gathered"])
+@pytest.mark.parametrize("way", ["colwise", "rowwise", "rowwise, scattered", "tokens", "tokens gathered"])
 def test_layer_over_three_ranks_that_do_not_divide(ranks, way):
     ranks.run(3, check_layer, NAMES, (131,), 140, 200, WAYS[way])
 
 
-@pytest.mark.parametrize("way", ["tokens", "tokens gathered"])
+@pytest.mark.parametrize("way", ["rowwise, scattered", "tokens", "tokens gathered"])
 def test_layer_with_fewer_tokens_than_ranks(ranks, way):
     ranks.run(3, check_layer, NAMES, (1,), 32, 48, WAYS[way])
 
 
 @pytest.mark.one_in(1)
-@pytest.mark.parametrize("weight", [[R], [S0]], ids=["kept", "gathered"])
-def test_tokens_of_a_batch_interleave(ranks, weight):
-    ranks.run(2, check_layer, NAMES, (3, 77), 60, 90, ([S1], weight, weight))
+@pytest.mark.parametrize(
+    "placements", [([S1], [R], [R]), ([S1], [S0], [S0]), ([S2], [S1], [R], [S1])], ids=["kept", "gathered", "scattered"]
+)
+def test_tokens_of_a_batch_interleave(ranks, placements):
+    ranks.run(2, check_layer, NAMES, (3, 77), 60, 90, placements)
 
 
 GRIDS = {
     "data and colwise": ([S0, R], [R, S0], [R, S0]),
     "data and rowwise": ([S0, S1], [R, S1], [R, R]),
     "data and gathered": ([S0, S0], [R, S0], [R, S0]),
+    "data and scattered": ([S0, S1], [R, S1], [R, R], [S0, S0]),
     "colwise and rowwise": ([R, S1], [S0, S1], [S0, R]),
 }
 
@@ -90,6 +94,7 @@ def test_placements_that_follow(ranks):
     for way, expected in {
         "colwise": [summed, sharded.format(0), sharded.format(0)],
         "rowwise": [sharded.format(1), sharded.format(1), whole],
+        "rowwise, scattered": [sharded.format(1), sharded.format(1), whole],
         "tokens": [sharded.format(0), summed, summed],
         "tokens gathered": [summed, sharded.format(0), sharded.format(0)],
     }.items():

@@ -60,8 +60,8 @@ def on_mesh(x, mesh, placements):
 
 def sharded(operands, g, recipe, mesh, placements):
     """Placements of the output and of the gradients, and both as whole tensors."""
-    operands = [on_mesh(t, mesh, p) for t, p in zip(operands, placements, strict=True)]
-    out = linear(*operands, recipe)
+    operands = [on_mesh(t, mesh, p) for t, p in zip(operands, placements[:3], strict=True)]
+    out = linear(*operands, recipe, output_placements=placements[3] if len(placements) > 3 else None)
     out.redistribute(placements=[R] * mesh.ndim).backward(
         distribute_tensor(g, mesh, [R] * mesh.ndim, src_data_rank=None)
     )
@@ -71,9 +71,10 @@ def sharded(operands, g, recipe, mesh, placements):
 
 
 def check_layer(mesh, names, lead, n, k, placements, grid=None):
-    """Compare a layer with these placements of input, weight and bias to one process. Returns result placements.
+    """Compare a layer with these placements to one process. Returns result placements.
 
     Args:
+        placements: of input, weight and bias, and of the output, if the layer is told.
         grid: the sizes of a mesh of two dims over all ranks, or None for ``mesh``.
     """
     mesh, found = mesh if grid is None else made_mesh(mesh.device_type, grid, ("dp", "tp")), None

@@ -12,18 +12,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tritonfp8.distributed import options
 from tritonfp8.distributed.fsdp import GatheredWeight
 from tritonfp8.distributed.shard_layout import align, distributed, largest_blocks, plain_mesh, unalign
 from tritonfp8.distributed.tensor_parallel.placements import ShardedLayer, cached_layer_of, layer_of
 from tritonfp8.distributed.tensor_parallel.sharded_operands import ShardedOperands, ShardedWeight, StoredShard
-from tritonfp8.distributed.tensor_parallel.token_gather import gathered_placeholder, gathered_rows
+from tritonfp8.distributed.tensor_parallel.token_gather import (
+    gathered_placeholder,
+    gathered_rows,
+    is_own_transpose,
+    scattered_rows,
+)
 from tritonfp8.layers.linear import Operands, SharedInput, local_linear, source_of, weight_operands
 from tritonfp8.layers.stored import StoredRows, StoredWeight
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs.checks import shown
 
 _STORED = (StoredRows, StoredWeight)
 # Types of weights whose scales already belong to the global weight.
@@ -110,7 +116,15 @@ def quantize_shard(weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> Ca
     scaling = options.current().scales
     came = (Replicate(),) * weight.device_mesh.ndim, tuple(weight.placements)
     layer: ShardedLayer = cached_layer_of(
-        plain_mesh(weight.device_mesh), (0,), tuple(weight.shape), came, largest_blocks(recipe), False, scaling, None
+        plain_mesh(weight.device_mesh),
+        (0,),
+        tuple(weight.shape),
+        came,
+        largest_blocks(recipe),
+        False,
+        None,
+        scaling,
+        None,
     )
     source = ShardedWeight(*layer.scaled[1:])
     return CachedShard(weight_operands(_aligned_weight(weight, layer), recipe, needs_grad_input, source), scaling)
@@ -140,6 +154,7 @@ def sharded_linear(
     recipe: Recipe,
     shared_input: SharedInput | None = None,
     quantized_weight: object = None,
+    output_placements: Sequence[Placement] | None = None,
 ) -> Tensor:
     """:func:`tritonfp8.functional.linear` on DTensors; the table in :mod:`.placements`.
 
@@ -150,6 +165,8 @@ def sharded_linear(
         recipe: a :class:`~tritonfp8.Recipe`.
         shared_input: lets sibling layers that read the same DTensor share its cast and its gather.
         quantized_weight: the result of :func:`quantize_shard` for ``weight``, or None.
+        output_placements: one for each mesh dim, or None. Where the output is Partial and this says Shard(tokens), the
+            layer sums and scatters it, and gathers its gradient: in 8 bits if one operand serves both GEMMs.
 
     Returns:
         DTensor ``[..., N]``.
@@ -165,18 +182,27 @@ def sharded_linear(
     assert isinstance(input, DTensor)
     assert isinstance(weight, DTensor)
     mesh = input.device_mesh
+    wanted = None if output_placements is None else tuple(output_placements)
+    if wanted is not None and (len(wanted) != mesh.ndim or not all(isinstance(p, Placement) for p in wanted)):
+        raise ValueError(f"output_placements must be a Placement for each mesh dim ({mesh.ndim}); got {shown(wanted)}")
     # Unless tokens are sharded, their number is left out, so that one compiled graph serves any number.
-    sharded = _tokens_are_sharded(input)
+    sharded = _tokens_are_sharded(input) or _shards_tokens(wanted or (), input.ndim)
     leading = tuple([operator.index(size) if sharded else 0 for size in input.shape[:-1]])
     build = layer_of if torch.compiler.is_compiling() else cached_layer_of
     layer = build(
         plain_mesh(mesh), leading, tuple(weight.shape), (tuple(input.placements), tuple(weight.placements)),
-        largest_blocks(recipe), isinstance(weight._local_tensor, _HAVE_CODES), *options.current(),
+        largest_blocks(recipe), isinstance(weight._local_tensor, _HAVE_CODES), wanted,
+        *options.current(),
     )  # fmt: skip
     if recipe.output.batch_invariant:
         _check_invariant(mesh.shape, layer.placements.output)
     out = _local(input, weight, bias, recipe, shared_input, layer, cached)
-    return distributed(out, mesh, layer.placements.output, (*input.shape[:-1], weight.shape[0]))
+    found = distributed(out, mesh, layer.returned, (*input.shape[:-1], weight.shape[0]))
+    return found if wanted is None or layer.scatter is not None else found.redistribute(placements=wanted)
+
+
+def _shards_tokens(placements: Sequence[Placement], ndim: int) -> bool:
+    return any(type(p) is Shard and p.dim % ndim < ndim - 1 for p in placements)
 
 
 def _check_invariant(ranks: Sequence[int], output: Sequence[Placement]) -> None:
@@ -223,7 +249,9 @@ def _local(
     if summed_later:
         operand = _FromShards.apply(moved, operand, layer)  # type: ignore[no-untyped-call]
     w = _aligned_weight(weight, layer)
-    provider = ShardedOperands(*layer.scaled, layer.gather if in_8_bits else None, layer.k)
+    needs = (torch.is_grad_enabled() and x.requires_grad for x in (operand, weight))
+    scatter = layer.scatter if _sends_gradient_once(recipe, *needs) else None
+    provider = ShardedOperands(*layer.scaled, layer.gather if in_8_bits else None, layer.k, scatter, layer.n)
     if isinstance(weight._local_tensor, GatheredWeight):
         source = source_of(weight._local_tensor)
     else:
@@ -233,8 +261,21 @@ def _local(
         operand, w, _local_bias(bias, layer), recipe, quantized_weight=cached, shared_input=shared_input,
         shared_as=input, own_rows=own_rows, provider=provider, source=source,
     )  # fmt: skip
-    lead = layer.lead if sharded else local.shape[:-1]
-    return unalign(layer.n, unalign(layer.m, out, 0), 1).reshape(*lead, layer.n.local_size)
+    if scatter is None:
+        out = unalign(layer.n, unalign(layer.m, out, 0), 1)
+        out = out if layer.scatter is None else scattered_rows(out, layer.scatter)
+    lead = layer.lead if sharded or layer.scatter is not None else local.shape[:-1]
+    return out.reshape(*lead, layer.n.local_size)
+
+
+def _sends_gradient_once(recipe: Recipe, needs_grad_input: bool, needs_grad_weight: bool) -> bool:
+    """Whether one operand of codes serves each GEMM that reads the gradient, so that it takes less than bf16 takes."""
+    gemms = (recipe.grad_input, needs_grad_input), (recipe.grad_weight, needs_grad_weight)
+    specs = [gemm.lhs for gemm, needed in gemms if needed]
+    first, last = (specs or [None])[0], (specs or [None])[-1]
+    if first is None or last is None:
+        return False
+    return len(specs) == 1 or recipe.codes["grad_output"] is not None or is_own_transpose(first, last)
 
 
 def _placed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:

@@ -79,6 +79,10 @@ class ShardedLayer(NamedTuple):
     scaled: tuple[DimLayout, DimLayout, DimLayout]
     """The layouts of M, N and K that decide scales: not sharded if scales are local."""
     gather: TokenGather | None
+    scatter: TokenGather | None
+    """How ranks sum a Partial output and scatter its tokens, whose gradient they gather; None if they do not."""
+    returned: tuple[Placement, ...]
+    """The placements of what the layer returns: of its output, or of the scattered sum."""
     counted: bool
     """Whether :func:`~.token_counts` says which tokens each rank has."""
 
@@ -118,6 +122,16 @@ def _token_gather(
         outer = math.prod(lengths[:dim])
         counts.append(math.prod(lengths[dim:]))
     return TokenGather(outer, tuple(counts), mesh.here[at], mesh.groups[at], tuple(sources), target)
+
+
+def _scattered(output: Sequence[Placement], wanted: Sequence[Placement] | None, t: int) -> tuple[Placement, ...]:
+    """``output``, a Partial placement of which is Shard(tokens) where that is ``wanted``; on one mesh dim at most."""
+    found = list(output)
+    for at, placement in enumerate(wanted or ()):
+        if isinstance(output[at], Partial) and type(placement) is Shard and placement.dim % (t + 1) < t:
+            found[at] = Shard(placement.dim % (t + 1))
+    moved = [at for at in range(len(found)) if found[at] != output[at]]
+    return tuple(found if len(moved) == 1 else output)
 
 
 def _modes(came: Sequence[Sequence[Placement]], input_dims: int, counted: bool) -> list[ParallelMode]:
@@ -173,6 +187,7 @@ def layer_of(
     came: tuple[tuple[Placement, ...], tuple[Placement, ...]],
     blocks: tuple[int, int, int],
     gathered: bool,
+    wanted: tuple[Placement, ...] | None,
     scaling: str,
     counts: tuple[int, ...] | None,
 ) -> ShardedLayer:
@@ -185,6 +200,7 @@ def layer_of(
         came: the placements of the input and of the weight.
         blocks: see :func:`largest_blocks`.
         gathered: whether the weight was gathered in 8 bits: its scales then belong to the global weight.
+        wanted: the placements that the output should have, if the caller says so.
         scaling, counts: see :mod:`tritonfp8.distributed.options`.
 
     Raises:
@@ -204,16 +220,23 @@ def layer_of(
     gather = None
     if gathers:
         gather = _token_gather(leading, token_mesh, placements.input, gathers[0], m, blocks[0])
+    returned = _scattered(placements.output, wanted, t)
+    scatter = None
+    for at, placement in enumerate(returned):
+        if placement != placements.output[at]:
+            scatter = _token_gather(leading, token_mesh, returned, at, m, blocks[0])
     return ShardedLayer(
         placements,
         rows=m.local_size if gather is None else gather.sources[gather.rank].local_size,
-        lead=tuple(local_sizes(leading, placements.output, token_mesh)),
+        lead=tuple(local_sizes(leading, returned, token_mesh)),
         adds_bias=all(mode.sharded != "K" or at == 0 for mode, at in zip(modes, mesh.here, strict=True)),
         m=m,
         n=n,
         k=k,
         scaled=(m, n, k) if scaling == "global" else (whole(m.local_size), whole(n.local_size), whole(k.local_size)),
         gather=gather,
+        scatter=scatter,
+        returned=returned,
         counted=counts is not None,
     )
 

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tritonfp8.distributed.collectives import all_reduce
 from tritonfp8.distributed.global_scales import (
     amax_of_codes,
     global_amax,
     quantize_by_amaxes,
     quantize_shard,
 )
-from tritonfp8.distributed.shard_layout import DimLayout, is_split
-from tritonfp8.distributed.tensor_parallel.token_gather import TokenGather, quantize_and_gather
+from tritonfp8.distributed.shard_layout import DimLayout, align, is_split, unalign
+from tritonfp8.distributed.tensor_parallel.token_gather import TokenGather, own_sum, quantize_and_gather
 from tritonfp8.layers.linear import (
     NO_PAIR,
     CodesSource,
@@ -41,6 +42,9 @@ class ShardedOperands(OperandProvider):
         m, n, k: the layouts of the tokens, the out features and the in features, as the scales see them.
         gather: how the input's tokens are gathered in 8 bits; None if they are not.
         gathered_k: the layout of the in features of a gathered input, whose scales are always the global ones.
+        scatter: how ranks sum the output and scatter its tokens, whose gradient they gather in 8 bits; None if the
+            layer does not.
+        scattered_n: the layout of the out features of a scattered output.
     """
 
     m: DimLayout
@@ -48,6 +52,8 @@ class ShardedOperands(OperandProvider):
     k: DimLayout
     gather: TokenGather | None
     gathered_k: DimLayout
+    scatter: TokenGather | None
+    scattered_n: DimLayout
 
     @property
     def input_key(self) -> object:
@@ -68,13 +74,24 @@ class ShardedOperands(OperandProvider):
         """As :meth:`input`."""
         return self.input(x, Specs(None, how.spec_t, how.codes))[1]
 
+    def output(self, out: Tensor) -> Tensor:
+        """The rows of the sum over ranks that are this rank's, if the layer scatters it."""
+        if self.scatter is None:
+            return out
+        return own_sum(unalign(self.scattered_n, unalign(self.scatter.target, out, 0), 1), self.scatter)
+
     def grad_output(self, x: Tensor, specs: Specs) -> tuple[Pair, Pair]:
-        """``x`` is this rank's part."""
+        """``x`` is this rank's part; of a scattered output, the operands have the tokens of all ranks."""
+        if self.scatter is not None:
+            return quantize_and_gather(x, specs, self.scatter, self.scattered_n)
         return quantize_shard(x, specs, (self.m, self.n))
 
     def grad_output_and_sum(self, x: Tensor, specs: Specs) -> PairsAndSum:
-        """As :meth:`grad_output`; the sum is of this rank's rows."""
-        return *self.grad_output(x, specs), x.sum(0)
+        """As :meth:`grad_output`; the sum is of the rows whose gradient this rank computes."""
+        if self.scatter is None:
+            return *self.grad_output(x, specs), x.sum(0)
+        total = all_reduce(x.sum(0, dtype=torch.float32), "sum", self.scatter.group).to(x.dtype)
+        return *self.grad_output(x, specs), align(self.scattered_n, total, 0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,10 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.placement_types import Placement
 
 from tritonfp8.distributed import options
-from tritonfp8.distributed.collectives import all_gather_rows, reduce_scatter_sum
 from tritonfp8.distributed.shard_layout import distributed, distributed_as
 from tritonfp8.layers.linear import Float8Linear
-from tritonfp8.ops import sealed
 from tritonfp8.specs.checks import require_flag, shown
 
 _CONVERT = "use tritonfp8.convert(model, recipe), before or after parallelize_module"
@@ -112,8 +109,8 @@ class Float8ColwiseParallel(_LinearStyle, ColwiseParallel):
     """``ColwiseParallel`` of a converted linear layer; an input whose tokens are sharded is gathered in FP8.
 
     One collective carries 8-bit data and scales: M K bytes and the scales for ``output``; as much again for
-    ``grad_weight``, whose operand is quantized along the other dim. Tensorwise, one serves both. The gathered operand
-    of ``grad_weight`` is saved for backward, M K bytes. Recipes that keep one of the two GEMMs in high precision gather
+    ``grad_weight``, unless its operand is made from codes. Tensorwise, one serves both. The gathered operand of
+    ``grad_weight`` is saved for backward, M K bytes. Recipes that keep one of the two GEMMs in high precision gather
     the input in its own dtype, for both GEMMs.
 
     Args:
@@ -132,8 +129,10 @@ class Float8ColwiseParallel(_LinearStyle, ColwiseParallel):
 class Float8RowwiseParallel(_LinearStyle, RowwiseParallel):
     """``RowwiseParallel`` of a converted linear layer, whose output may be left with any number of tokens on each rank.
 
-    It sends the output (reduced, or reduce-scattered to ``Shard(tokens)``) and its gradient in their own dtype, and the
-    amaxes of the input's rows: 4 bytes a token for the recipe rowwise.
+    It sends the output (reduced, or reduce-scattered to ``Shard(tokens)``) in its own dtype, and the amaxes of the
+    input's rows: 4 bytes a token for the recipe rowwise. The gradient of a scattered output is gathered in 8 bits, M N
+    bytes and scales, where one operand serves both GEMMs that read it: in tensorwise, and in recipes that make
+    transposes from codes. Others gather it in its own dtype.
 
     Args:
         input_layouts: placement of a plain input. Default: ``Shard(-1)``.
@@ -147,33 +146,11 @@ class Float8RowwiseParallel(_LinearStyle, RowwiseParallel):
 
     _prepare_input_fn = _input_left_sharded("Float8RowwiseParallel")
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        counts = options.current().token_counts
-        (placement,) = output_layouts
-        if counts is None or not isinstance(placement, Shard) or placement.dim % outputs.ndim == outputs.ndim - 1:
-            return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
-        dim = placement.dim % outputs.ndim
-        local = _ScatterTokens.apply(  # type: ignore[no-untyped-call]
-            outputs.to_local(), dim, counts, device_mesh.get_local_rank(), device_mesh.get_group().group_name
-        )
-        return local if use_local_output else _distributed(local, device_mesh, output_layouts)
-
-
-class _ScatterTokens(torch.autograd.Function):
-    """The sum over the ranks, scattered by token counts."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, dim: int, counts: tuple[int, ...], rank: int, group: str) -> Tensor:
-        ctx.args = dim, counts, group
-        return sealed(reduce_scatter_sum(partial, dim, counts, rank, group), partial)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dim, counts, group = ctx.args
-        return all_gather_rows(grad, dim, counts, group), None, None, None, None
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        applied = super()._apply(module, device_mesh)
+        # The layer scatters its output itself, so that it gets this rank's part of the gradient, and sends codes of it.
+        applied.output_placements = self.output_layouts  # type: ignore[assignment]
+        return applied
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):

@@ -59,7 +59,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         gather, k = ctx.layouts
-        return _own_sum(unalign(k, unalign(gather.target, grad, 0), 1), gather), None, None
+        return own_sum(unalign(k, unalign(gather.target, grad, 0), 1), gather), None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -68,23 +68,45 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gather: TokenGather) -> Tensor:
         ctx.gather = gather
-        own = rows.unflatten(0, (gather.outer, gather.counts[gather.rank]))
-        return sealed(all_gather_rows(own, 1, gather.counts, gather.group).flatten(0, 1), rows)
+        return sealed(_all_rows(rows, gather), rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_sum(grad, ctx.gather), None
+        return own_sum(grad, ctx.gather), None
 
 
-def _own_sum(grad: Tensor, gather: TokenGather) -> Tensor:
-    """The sum over ranks of a gradient of all rows, for the rows of this rank."""
-    grad = grad.unflatten(0, (gather.outer, sum(gather.counts)))
-    return reduce_scatter_sum(grad, 1, gather.counts, gather.rank, gather.group).flatten(0, 1)
+class _Scattered(torch.autograd.Function):
+    """This rank's rows of the sum over ranks; the gradient is gathered in its own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, scatter: TokenGather) -> Tensor:
+        ctx.scatter = scatter
+        return sealed(own_sum(rows, scatter), rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_rows(grad, ctx.scatter), None
+
+
+def _all_rows(rows: Tensor, gather: TokenGather) -> Tensor:
+    own = rows.unflatten(0, (gather.outer, gather.counts[gather.rank]))
+    return all_gather_rows(own, 1, gather.counts, gather.group).flatten(0, 1)
+
+
+def own_sum(rows: Tensor, gather: TokenGather) -> Tensor:
+    """The sum over ranks of all rows, for the rows of this rank."""
+    rows = rows.unflatten(0, (gather.outer, sum(gather.counts)))
+    return reduce_scatter_sum(rows, 1, gather.counts, gather.rank, gather.group).flatten(0, 1)
 
 
 def gathered_rows(rows: Tensor, gather: TokenGather) -> Tensor:
     """The rows of all ranks in their own dtype, for recipes with a GEMM in high precision."""
     return _Gathered.apply(rows, gather)  # type: ignore[no-untyped-call]
+
+
+def scattered_rows(rows: Tensor, scatter: TokenGather) -> Tensor:
+    """This rank's rows of the sum over ranks, for recipes whose gradient is not gathered in 8 bits."""
+    return _Scattered.apply(rows, scatter)  # type: ignore[no-untyped-call]
 
 
 def gathered_placeholder(rows: Tensor, gather: TokenGather, k: DimLayout) -> Tensor:
@@ -152,6 +174,11 @@ def _received(
     return qdata, scale.copy_(joined.view(scale.dtype))
 
 
+def is_own_transpose(spec: QuantSpec, spec_t: QuantSpec | None) -> bool:
+    """Whether codes by ``spec`` are, transposed, the codes of the transpose by ``spec_t``."""
+    return spec == spec_t and spec.block == transposed(spec.block)
+
+
 def quantize_and_gather(x: Tensor, specs: Specs, gather: TokenGather, k: DimLayout) -> tuple[Pair, Pair]:
     """Quantize this rank's tokens and gather all ranks' codes: the same bits as quantizing the gathered tensor.
 
@@ -181,7 +208,7 @@ def _quantize_and_gather(
     """:func:`quantize_and_gather` of transposes that are made from values."""
     source = gather.sources[gather.rank]
     x = align(k, align(source, x, 0), 1)
-    one_serves_both = spec is not None and spec == spec_t and spec.block == transposed(spec.block)
+    one_serves_both = spec is not None and is_own_transpose(spec, spec_t)
     wanted = [(spec, 0), (None if one_serves_both else spec_t, 1)]
     specs = wanted[0][0], wanted[1][0]
     pairs = quantize_by_amaxes(x, *specs, global_amax(x, *specs, (source, k)))

@@ -5,6 +5,9 @@ Public as :mod:`tritonfp8.functional`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -207,6 +210,7 @@ def linear(
     *,
     quantized_weight: Operands | None = None,
     shared_input: SharedInput | None = None,
+    output_placements: Sequence[Any] | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias``, its three GEMMs by ``recipe``; differentiable once, composes with ``torch.compile``.
 
@@ -215,26 +219,24 @@ def linear(
         weight: ``[N, K]``, in the dtype of ``input`` (or any where autocast is on, which casts as ``F.linear`` does).
         bias: ``[N]`` or None.
         recipe: a name or a :class:`~tritonfp8.Recipe`.
-        quantized_weight: the result of :func:`quantize_weight` for ``weight`` (for its cast, where autocast is on). The
-            layer then never quantizes the weight: the caller must make sure that it has not changed since. ``weight``
-            still gets the gradient.
+        quantized_weight: the result of :func:`quantize_weight` for ``weight`` (for its cast, where autocast is on),
+            which must not have changed since. ``weight`` still gets the gradient.
         shared_input: lets sibling layers that read the same ``input`` share its cast; see :class:`SharedInput`.
+        output_placements: of the output of DTensors; see :func:`tritonfp8.distributed.sharded_linear`.
 
     Returns:
         ``[..., N]`` in the dtype of ``input`` (autocast's where it is on).
 
-    Saved for backward: ``input.T`` quantized, M K bytes and scales (rowwise 4 K bytes, blockwise M K / 32, mxfp8
-    M K / 32); or the input, 2 M K bytes in bf16, if ``grad_weight`` is in high precision; M K if it reads codes.
-    Nothing of the input is saved if the weight needs no gradient. Nor is it under ``torch.compile``, if backward has
-    the original or can recompute it cheaply, such as the output of a norm; except for a single layer (no
-    ``shared_input``) with K > N whose input is made of more than one tensor, such as SwiGLU's. The weight is saved for
+    Saved for backward: ``input.T`` quantized, M K bytes and scales (rowwise 4 K bytes, blockwise and mxfp8 M K / 32);
+    or the input, 2 M K bytes in bf16, if ``grad_weight`` is in high precision (M K if it reads codes). Nothing, if the
+    weight needs no gradient, and in most graphs, whose backward has or recomputes the input. The weight for
     ``grad_input``, as by ``F.linear`` (under autocast a copy of 2 N K bytes), and its amaxes (rowwise 4 K bytes).
 
     ``torch.func.grad`` gives the bits of autograd, ``vmap`` the bits of a loop; both save the input in high precision.
 
     Raises:
         TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
-        ValueError: shapes that do not fit, an unknown recipe, or a ``quantized_weight`` of another recipe.
+        ValueError: shapes or a ``quantized_weight`` that do not fit, an unknown recipe, or placements of plain tensors.
         RuntimeError: in a second or a forward-mode derivative.
     """
     recipe = recipe if isinstance(recipe, Recipe) else get(recipe)
@@ -244,14 +246,16 @@ def linear(
         if is_transformed():
             return _linear_in_transform(input, weight, bias, recipe, quantized_weight)
     traced = is_exporting() if compiling else is_traced()
-    in_graph = compiling and not traced and quantized_weight is None
+    in_graph = compiling and not traced and quantized_weight is None and output_placements is None
     if in_graph and type(input) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN:
         return _linear_in_graph(input, weight, bias, recipe, shared_input)
     source = CASTS
     if type(input) not in TENSORS or type(weight) not in TENSORS or type(bias) not in PLAIN:
         if (handler := handler_of(input, weight, bias)) is not None:
-            return handler(input, weight, bias, recipe, shared_input, quantized_weight)
+            return handler(input, weight, bias, recipe, shared_input, quantized_weight, output_placements)
         source = source_of(weight)
+    if output_placements is not None:
+        raise ValueError("output_placements are of DTensors; got plain tensors")
     if traced and source is CASTS:
         return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
     return local_linear(

@@ -83,6 +83,8 @@ class LinearFunction(torch.autograd.Function):
             out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
         else:
             out = ops.matmul(input, weight, bias)
+        if plan.provider is not LOCAL:
+            out = plan.provider.output(out)
         if plan.weight_is_cached or (recipe.codes["weight"] is not None and _reads_codes_of_shard(plan)):
             cached = cached_for_backward(plan, weight_pair, cached)
         keep_weight = plan.needs_grad_input and cached[0] is None

@@ -45,6 +45,8 @@ class Float8Linear(ParameterHooks, nn.Linear):
 
     shared_input: SharedInput | None = None
     cached_weight: CachedWeight | None = None
+    # Of an output on a mesh, if a parallel style says so: see :func:`tritonfp8.functional.linear`.
+    output_placements: tuple[Any, ...] | None = None
 
     def __init__(
         self,
@@ -73,7 +75,10 @@ class Float8Linear(ParameterHooks, nn.Linear):
         # Read once: a parametrization computes it each time.
         weight = self.weight
         cached = None if self.cached_weight is None else self.cached_weight.of(self, weight)
-        return linear(input, weight, self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input)
+        return linear(
+            input, weight, self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input,
+            output_placements=self.output_placements,
+        )  # fmt: skip
 
     def __prepare_scriptable__(self) -> NoReturn:
         # torch.jit.script calls this before it reads the layer's annotations, in which it would fail.

@@ -140,6 +140,10 @@ class OperandProvider:
         """``(qdata, scale)`` of ``x.T`` for ``grad_weight``; runs in backward."""
         return quantize_later(x, how)
 
+    def output(self, out: Tensor) -> Tensor:
+        """What the layer returns of ``out [M, N]``, its GEMM's result; the gradient comes in the shape of this."""
+        return out
+
     def grad_output(self, x: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """``(qdata, scale)`` of ``x [M, N]`` for ``grad_input``, and of ``x.T`` for ``grad_weight``."""
         return quantize_for(x, *specs)
