@@ -62,12 +62,12 @@ ROOM_LINES = {
     "tuning": 1515,  # tiles of transposes that are made from codes
     "launch": 3860,  # transposes that are made from codes
     "ops": 1600,  # transpose_codes, and the rewrites of it
-    "layers": 6530,  # operands from codes, and a backward that dequantizes
+    "layers": 6640,  # operands from codes, a backward that dequantizes, experts of rows that travelled
     "functional": 380,
     "conversion": 1710,
     "export": 2590,
     "optim": 490,
-    "distributed": 5830,  # operands from codes: sent once, also the gradient of a scattered output
+    "distributed": 5910,  # codes sent once, the gradient of a scattered output too; experts read codes as they arrive
     "workflow": 3220,  # verify takes a batch, as sensitivity does; doctor sums its tests up
     "training": 1400,  # the check of a device, which was in cli, too
     "warmup": 1430,

@@ -8,6 +8,7 @@ import torch
 from cases import SPECS, banded, each_recipe
 
 import tritonfp8
+from tritonfp8 import recipes
 from tritonfp8.distributed.expert_parallel import payload_of
 from tritonfp8.specs import BLOCK_1X32, ROWWISE, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal
@@ -96,6 +97,29 @@ def test_rows_in_8_bits(ranks, recipe, dtype):
     limits = {"gate_up_proj": limit, "down_proj": limit, "down_proj_bias": 0.1}
     assert all(off <= limits.get(name, 0.0) for name, off in worst.items()), worst
     assert worst["down_proj_bias"] > 0, "this test can fail: the payload is rounded"
+
+
+CODES = {name: recipes.get(name, transposed_from="codes") for name in ("rowwise", "blockwise", "mxfp8")}
+each_codes = pytest.mark.parametrize("recipe", CODES.values(), ids=CODES)
+WAYS = {
+    "even": {"tokens": (40, 40, 40, 40)},
+    "in float32": {"tokens": (40, 70, 0, 33), "dtype": "float32"},
+    "ranks without experts": {"tokens": (9, 5, 0, 30), "experts": 2},
+    "tokens at no expert": {"tokens": (9, 5, 0, 30), "routing": "none"},
+    "tokens at one expert": {"tokens": (9, 5, 0, 30), "routing": "one"},
+    "quantized once": {"tokens": (9, 5, 0, 30), "once": True},
+    "transposed weights, no SwiGLU": {"tokens": (9, 5, 0, 30), "experts": 4, "family": "gpt_oss"},
+}
+
+
+@each_codes
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_codes_are_read_as_they_arrive(ranks, recipe, way):
+    """Both GEMMs and ``grad_weight`` have the bits of one process: nothing is quantized again on arrival."""
+    rows, _ = outcome(ranks, 4, recipe=recipe, payload="float8", **way)
+    # A bias of the last layer sums the gradients that arrived.
+    assert all(row.pop("down_proj_bias", 0.0) < 0.1 for row in rows)
+    assert rows == [{}] * 4
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +213,12 @@ def test_two_gpus(gpus, recipe, payload):
         off = {name: x for row in rows for name, x in row.items()}
         assert off.keys() <= {"gate_up_proj", "down_proj", "down_proj_bias"}, off
         assert all(x < 0.1 for x in off.values()), off
+
+
+@pytest.mark.multigpu
+@each_codes
+def test_codes_on_two_gpus(gpus, recipe):
+    for tokens in TOKENS[2]:
+        rows, _ = outcome(gpus, 2, tokens=tokens, recipe=recipe, payload="float8")
+        assert all(row.pop("down_proj_bias", 0.0) < 0.1 for row in rows)
+        assert rows == [{}] * 2, tokens

@@ -13,7 +13,7 @@ MIB = 2**20
 def call(function, batch, tokens, ranks, rank=0, block=128):
     """A layer ``[4096, 4096]`` sharded by out features, of ``[batch, tokens]`` that are sharded by tokens."""
     mesh, came = ((ranks,), (rank,), ("group",)), ((Shard(1),), (Shard(0),))
-    return function(mesh, (batch, tokens), (4096, 4096), came, (block,) * 3, False, "global", None)
+    return function(mesh, (batch, tokens), (4096, 4096), came, (block,) * 3, False, None, "global", None)
 
 
 def test_it_is_bounded_over_changing_lengths():

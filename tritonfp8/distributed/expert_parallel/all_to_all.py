@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_to_all_rows
+from tritonfp8.layers.linear import Pair
+from tritonfp8.layers.moe import Routing
 from tritonfp8.specs import QuantSpec, empty_scale
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
@@ -78,17 +81,61 @@ def part(weight: Any, by: int) -> Tensor:
 def _sent(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: str, spec: QuantSpec | None) -> Tensor:
     if spec is None:
         return all_to_all_rows(rows, send, receive, group)
-    width = rows.shape[1]
-    qdata, scale = ops.quantize(rows, *spec.args)
-    # Codes and scales of a row together, so that one collective carries both.
-    # Flattened: the scales of consecutive rows may be adjacent.
-    scales = scale.flatten().view(torch.uint8).view(len(rows), scale.shape[1] * scale.element_size())
-    there = torch.cat([qdata.view(torch.uint8), scales], 1)
-    here = all_to_all_rows(there, send, receive, group)
-    qdata = here[:, :width].contiguous().view(FORMATS[spec.format].dtype)
-    scale = empty_scale(qdata.shape, spec.block, spec.scale_format, rows.device)
-    scale.copy_(here[:, width:].flatten().view(scale.dtype).view(scale.shape))
-    return ops.dequantize(qdata, scale, *spec.args, rows.dtype)
+    pair = ops.quantize(rows, *spec.args)
+    return ops.dequantize(*_codes_there(pair, spec, send, receive, group, None), *spec.args, rows.dtype)
+
+
+def _codes_there(
+    pair: Pair, spec: QuantSpec, send: Sequence[int], receive: Sequence[int], group: str, order: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The codes and scales of the rows of other ranks for this one, in this order."""
+    qdata, scale = pair
+    assert qdata is not None
+    assert scale is not None
+    # 8-bit floats are sent as bytes: not every backend knows them. Flattened: the scales of consecutive rows may be
+    # adjacent, where rows of one scale have any stride.
+    of_rows = scale.reshape(-1).view(torch.uint8).view(len(scale), scale.shape[1] * scale.element_size())
+    parts = [qdata.view(torch.uint8), of_rows]
+    codes, scales = (_ordered(all_to_all_rows(part, send, receive, group), order) for part in parts)
+    qdata = codes.view(FORMATS[spec.format].dtype)
+    scale = empty_scale(qdata.shape, spec.block, spec.scale_format, qdata.device)
+    return qdata, scale.copy_(scales.reshape(-1).view(scale.dtype).view(scale.shape))
+
+
+def _ordered(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Rows of bytes in this order. Eight bytes are moved as one element, where they fit."""
+    if order is None:
+        return rows
+    return rows.view(torch.int64)[order].view(torch.uint8) if rows.shape[1] % 8 == 0 else rows[order]
+
+
+@dataclass(frozen=True)
+class CodesTravel:
+    """A :class:`~tritonfp8.layers.moe.Travel` by all-to-alls: codes and scales there, results back as they are.
+
+    Attributes:
+        send, receive: for each rank the number of rows.
+        group: the name of the process group.
+    """
+
+    send: Sequence[int]
+    receive: Sequence[int]
+    group: str
+
+    @property
+    def rows(self) -> int:
+        """The rows for all ranks."""
+        return sum(self.send)
+
+    def there(self, pair: Pair, spec: QuantSpec, there: Routing) -> Pair:
+        """Rows arrive by rank, and are sorted by expert."""
+        return _codes_there(pair, spec, self.send, self.receive, self.group, there.order)
+
+    def back(self, rows: Tensor, there: Routing, number: int) -> Tensor:
+        """The way of :meth:`there` in reverse."""
+        found = all_to_all_rows(rows[there.inverse], self.receive, self.send, self.group)
+        rest = number - self.rows
+        return torch.cat([found, found.new_zeros(rest, found.shape[1])]) if rest else found
 
 
 class _Part(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tritonfp8.distributed.collectives import all_to_all_rows
-from tritonfp8.distributed.expert_parallel.all_to_all import exchange, part, payload_of
+from tritonfp8.distributed.expert_parallel.all_to_all import CodesTravel, exchange, part, payload_of
 from tritonfp8.layers.linear import source_of
-from tritonfp8.layers.moe import RoutedExperts, Routing, combine, gather, permute
+from tritonfp8.layers.moe import RoutedExperts, Routing, Way, can_route, combine, gather, permute
 
 
 class _Trip(NamedTuple):
@@ -98,6 +99,9 @@ class ExpertDispatch:
         recipe, float8 = module.recipe, self.payload == "float8"
         there = payload_of(recipe.output.lhs, hidden.dtype) if float8 else None
         back = payload_of(recipe.grad_input.lhs, hidden.dtype) if float8 else None
+        travel = self._travel(module, hidden, top_k_weights, trip, (there, back))
+        if travel is not None:
+            return self._routed(module, hidden, top_k_weights, Way(routing, trip.local, travel))
         sent = sum(trip.send)
         rows = gather(hidden, routing)
         # Rows of no expert stay here.
@@ -122,3 +126,28 @@ class ExpertDispatch:
             module.observer.saw_output(down, rows)
         rows = torch.cat([rows, torch.zeros_like(rest)]) if len(rest) else rows
         return combine(rows, routing, top_k_weights, hidden.dtype)
+
+    def _travel(
+        self, module: RoutedExperts, hidden: Tensor, top_k_weights: Tensor, trip: _Trip, specs: Sequence[Any]
+    ) -> CodesTravel | None:
+        """The way of codes that GEMMs read as they arrive; None if rows arrive in high precision.
+
+        Args:
+            module, hidden, top_k_weights: of this forward.
+            trip: of its rows.
+            specs: in which rows, and the gradients of results, travel.
+        """
+        codes = module.recipe.codes
+        trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in module.weights().values())
+        both = not trains or (codes["input"] is not None and codes["grad_output"] is not None)
+        # An observer sees the rows of each expert. A rank without experts takes part in the collectives by itself.
+        sees = module.observer is not None or not len(trip.local.offsets)
+        if None in specs or sees or not both or not can_route(hidden, top_k_weights):
+            return None
+        return CodesTravel(trip.send, trip.receive, self.group)
+
+    def _routed(self, module: RoutedExperts, hidden: Tensor, top_k_weights: Tensor, way: Way) -> Tensor:
+        weights = module.weights(self.local)
+        found = {name: module.bias_of(name) for name in weights}
+        biases = {name: None if bias is None else self.local(bias) for name, bias in found.items()}
+        return module.routed(hidden, weights, biases, way, top_k_weights)

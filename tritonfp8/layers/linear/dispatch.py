@@ -231,7 +231,6 @@ def linear(
     or the input, 2 M K bytes in bf16, if ``grad_weight`` is in high precision (M K if it reads codes). Nothing, if the
     weight needs no gradient, and in most graphs, whose backward has or recomputes the input. The weight for
     ``grad_input``, as by ``F.linear`` (under autocast a copy of 2 N K bytes), and its amaxes (rowwise 4 K bytes).
-
     ``torch.func.grad`` gives the bits of autograd, ``vmap`` the bits of a loop; both save the input in high precision.
 
     Raises:

@@ -14,4 +14,5 @@ from tritonfp8.layers.moe.experts import (
     is_converted_experts,
 )
 from tritonfp8.layers.moe.grouped import grouped_linear
-from tritonfp8.layers.moe.routing import Routing, combine, gather, permute
+from tritonfp8.layers.moe.routed_linear import can_route
+from tritonfp8.layers.moe.routing import Routing, Way, combine, gather, permute

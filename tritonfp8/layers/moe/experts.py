@@ -21,7 +21,7 @@ from tritonfp8.layers.moe.activation import swiglu
 from tritonfp8.layers.moe.checks import check_routed
 from tritonfp8.layers.moe.grouped import GroupedOperands, grouped_linear, quantize_weights
 from tritonfp8.layers.moe.routed_linear import Layer, can_route, combined_linear, gathered_linear, routed_swiglu
-from tritonfp8.layers.moe.routing import Routing, combine, gather, in_dtype
+from tritonfp8.layers.moe.routing import Routing, Way, combine, gather, in_dtype
 from tritonfp8.layers.parameter_hooks import ParameterHooks
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
@@ -140,21 +140,31 @@ class RoutedExperts(ConvertedExperts):
         weights = self.weights()
         routing = Routing.of(top_k_index, next(iter(weights.values())).shape[0])
         # An observer sees the rows of each expert, which are nowhere together otherwise. Both ways have the same bits.
+        biases = {name: self.bias_of(name) for name in weights}
         if self.observer is None and can_route(hidden, top_k_weights):
-            return self._routed(hidden, weights, routing, top_k_weights)
-        biases = [self.bias_of(name) for name in weights]
-        rows = self.compute(gather(hidden, routing), routing.offsets, list(weights.values()), biases)
+            return self.routed(hidden, weights, biases, Way(routing, routing), top_k_weights)
+        rows = self.compute(gather(hidden, routing), routing.offsets, list(weights.values()), list(biases.values()))
         return combine(rows, routing, top_k_weights, hidden.dtype)
 
-    def _routed(self, hidden: Tensor, weights: Mapping[str, Tensor], routing: Routing, top_k_weights: Tensor) -> Tensor:
-        """What :func:`gather`, :meth:`compute` and :func:`combine` return, without copies of the tokens."""
-        up, down = (Layer(weight, self.bias_of(name), self._cached(name, weight)) for name, weight in weights.items())
+    def routed(
+        self,
+        hidden: Tensor,
+        weights: Mapping[str, Tensor],
+        biases: Mapping[str, Tensor | None],
+        way: Way,
+        top_k_weights: Tensor,
+    ) -> Tensor:
+        """What :func:`gather`, :meth:`compute` and :func:`combine` return, without copies of the tokens.
+
+        ``weights`` and ``biases`` are of the experts of this rank.
+        """
+        up, down = (Layer(weight, biases[name], self._cached(name, weight)) for name, weight in weights.items())
         self._resume()
         if self.is_swiglu:
-            return routed_swiglu(hidden, up, down, routing, top_k_weights, self.recipe)
-        inside = self.activation(gathered_linear(hidden, up, routing, self.recipe))
+            return routed_swiglu(hidden, up, down, way, top_k_weights, self.recipe)
+        inside = self.activation(gathered_linear(hidden, up, way, self.recipe))
         self._resume()
-        return combined_linear(inside, down, routing, top_k_weights, self.recipe)
+        return combined_linear(inside, down, way, top_k_weights, self.recipe)
 
     def compute(
         self, rows: Tensor, offsets: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]

@@ -20,10 +20,11 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.compat.torch_private import statically_known_true
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear import Pair, Specs, autocast_dtype
+from tritonfp8.layers.linear import NO_PAIR, Pair, Specs, autocast_dtype
 from tritonfp8.layers.moe.grouped import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
-from tritonfp8.layers.moe.routing import Routing, grad_of_factors, in_dtype, places_of, tokens_of_rows
+from tritonfp8.layers.moe.routing import Way, grad_of_factors, in_dtype, places_of, tokens_of_rows
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of the rows, the weight and the bias of a linear layer."""
@@ -38,38 +39,71 @@ class Layer(NamedTuple):
 
 
 def _gathered(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, plan: GroupedPlan, cached: Sequence[Any]
-) -> tuple[Tensor, list[Any]]:
-    """The rows of all experts, and what backward reads of the weight (:meth:`GroupedPlan.output`)."""
-    rows = Rows(hidden, tokens_of_rows(routing.order, hidden.shape[0]))
-    pair, _ = tokens_of(rows, routing.offsets, Specs(plan.recipe.output.lhs, None))
-    return plan.output(rows, pair, weight, cached, routing.offsets, bias)
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, way: Way, plan: GroupedPlan, cached: Sequence[Any]
+) -> tuple[Tensor, Pair, list[Any]]:
+    """The rows of all experts, their codes, and what backward reads of the weight (:meth:`GroupedPlan.output`)."""
+    rows = Rows(hidden, tokens_of_rows(way.here.order, hidden.shape[0]))
+    pair = _codes_there(rows, plan.recipe.output.lhs, way)
+    out, of_weight = plan.output(rows, pair, weight, cached, way.there.offsets, bias)
+    return out, pair, of_weight
+
+
+def _codes_there(rows: Rows, spec: QuantSpec | None, way: Way) -> Pair:
+    """The codes of picked rows where their experts are."""
+    here, there, travel = way
+    if travel is not None:
+        assert rows.picked is not None
+        factors = None if rows.factors is None else rows.factors[: travel.rows]
+        rows = rows._replace(picked=rows.picked[: travel.rows], factors=factors)
+    pair, _ = tokens_of(rows, here.offsets, Specs(spec, None))
+    return pair if travel is None or spec is None else travel.there(pair, spec, there)
+
+
+def _columns(pair: Pair, spec: QuantSpec | None, spec_t: QuantSpec | None, offsets: Tensor) -> Pair:
+    """The transposes that are made of the codes ``pair`` of groups."""
+    if spec is None or spec_t is None:
+        return NO_PAIR
+    return ops.transpose_group_codes(*pair, offsets, *spec.args, *spec_t.args)
+
+
+def _values(pair: Pair, spec: QuantSpec | None, dtype: torch.dtype) -> Rows:
+    """The rows that codes stand for."""
+    assert spec is not None
+    return Rows(ops.dequantize(*pair, *spec.args, dtype))
 
 
 def _grads_of_gathered(
     grad: Rows,
     codes: tuple[Pair, Pair],
     hidden: Tensor | None,
+    of_rows: Pair,
     tokens: int,
     kept: Sequence[Any],
-    routing: Routing,
+    way: Way,
     plan: GroupedPlan,
     dtype: torch.dtype,
 ) -> Grads:
     """Gradients from the gradient of the output, whose codes are ``codes``.
 
-    ``kept``: see :meth:`GroupedPlan.output`; ``dtype``: of the weight.
+    ``of_rows``: the codes of the rows, if they travelled as codes; ``kept``: see :meth:`GroupedPlan.output`; ``dtype``:
+    of the weight.
     """
-    offsets, order, inverse = routing
+    (_, order, inverse), (offsets, *_), travel = way
     pair, pair_t = codes
     grad_hidden = grad_weight = None
     if plan.needs_grad_input:
-        of_rows = plan.grad_input(grad, pair, kept, offsets)
-        grad_hidden = ops.sum_of_rows(of_rows, places_of(inverse, tokens))
+        grad_rows = plan.grad_input(grad, pair, kept, offsets)
+        if travel is not None:
+            grad_rows = travel.back(grad_rows, way.there, order.shape[0])
+        grad_hidden = ops.sum_of_rows(grad_rows, places_of(inverse, tokens))
     if plan.needs_grad_weight:
-        assert hidden is not None
-        rows = Rows(hidden, tokens_of_rows(order, tokens))
-        _, columns = tokens_of(rows, offsets, Specs(None, plan.recipe.grad_weight.rhs, plan.recipe.codes["input"]))
+        spec, spec_t = plan.recipe.codes["input"], plan.recipe.grad_weight.rhs
+        if hidden is None:
+            columns = _columns(of_rows, spec, spec_t, offsets)
+            rows = _values(of_rows, spec, grad.x.dtype) if spec_t is None else None
+        else:
+            rows = Rows(hidden, tokens_of_rows(order, tokens))
+            _, columns = tokens_of(rows, offsets, Specs(None, spec_t, spec))
         grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
     return grad_hidden, grad_weight, ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
 
@@ -79,7 +113,7 @@ def _combined(
     weight: Tensor,
     bias: Tensor | None,
     top_k_weights: Tensor,
-    routing: Routing,
+    way: Way,
     plan: GroupedPlan,
     cached: Sequence[Any],
 ) -> tuple[Tensor, Tensor, Pair, list[Any]]:
@@ -88,9 +122,12 @@ def _combined(
     """
     kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
     specs = Specs(plan.recipe.output.lhs, kept_spec, plan.recipe.codes["input"])
-    pair, kept = tokens_of(rows, routing.offsets, specs)
-    of_experts, of_weight = plan.output(rows, pair, weight, cached, routing.offsets, bias)
-    out = ops.sum_of_rows(of_experts, places_of(routing.inverse, top_k_weights.shape[0]), top_k_weights)
+    here, there, travel = way
+    pair, kept = tokens_of(rows, there.offsets, specs)
+    of_experts, of_weight = plan.output(rows, pair, weight, cached, there.offsets, bias)
+    if travel is not None:
+        of_experts = travel.back(of_experts, there, here.order.shape[0])
+    out = ops.sum_of_rows(of_experts, places_of(here.inverse, top_k_weights.shape[0]), top_k_weights)
     return in_dtype(out, rows.x.dtype), of_experts, kept, of_weight
 
 
@@ -113,20 +150,21 @@ def _grads_of_combined(
     kept: Sequence[Any],
     top_k_weights: Tensor,
     of_experts: Tensor | None,
-    routing: Routing,
+    way: Way,
     plan: GroupedPlan,
     dtype: torch.dtype,
 ) -> _OfCombined:
     """Gradients from the gradient of the output.
+
     ``columns``: the codes of the rows that ``grad_weight`` reads; without them ``rows`` is not None.
     """
-    offsets, order, inverse = routing
+    (_, order, inverse), (offsets, *_), _ = way
     # First, as nothing else reads the rows of all experts: the casts find their memory free.
     grad_factors = None
     if of_experts is not None:
         grad_factors = grad_of_factors(grad_output, of_experts, inverse, top_k_weights)
     grad = Rows(grad_output, tokens_of_rows(order, grad_output.shape[0]), top_k_weights.reshape(-1)[order])
-    pair, pair_t = plan.tokens_of_grad(grad, offsets)
+    grad, pair, pair_t = _grad_there(grad, way, plan)
     grad_rows = plan.grad_input(grad, pair, kept, offsets) if plan.needs_grad_input else None
 
     def of_weight() -> tuple[Tensor | None, Tensor | None]:
@@ -136,6 +174,23 @@ def _grads_of_combined(
         return grad_weight, ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
 
     return _OfCombined(grad_rows, grad_factors, of_weight, _grows(pair_t[0], columns[0], offsets.shape[0], dtype))
+
+
+def _grad_there(grad: Rows, way: Way, plan: GroupedPlan) -> tuple[Rows, Pair, Pair]:
+    """The gradient of the rows of all experts where these are, its codes, and the codes of its transposes."""
+    offsets = way.there.offsets
+    if way.travel is None:
+        return grad, *plan.tokens_of_grad(grad, offsets)
+    if not (plan.needs_grad_input or plan.needs_grad_weight or plan.needs_grad_bias):
+        return grad, NO_PAIR, NO_PAIR
+    spec, spec_t = plan.recipe.grad_input.lhs, plan.recipe.grad_weight.lhs
+    dtype, width, rows = grad.x.dtype, grad.x.shape[1], way.there.order.shape[0]
+    pair = _codes_there(grad, spec, way)
+    if plan.needs_grad_bias or (plan.needs_grad_weight and spec_t is None):
+        grad = _values(pair, spec, dtype)
+    else:  # Nobody reads these values.
+        grad = Rows(grad.x.new_zeros(()).expand(rows, width))
+    return grad, pair, _columns(pair, spec, spec_t, offsets) if plan.needs_grad_weight else NO_PAIR
 
 
 def _grows(lhs: Tensor | None, rhs: Tensor | None, groups: int, dtype: torch.dtype) -> bool:
@@ -149,32 +204,36 @@ def _grows(lhs: Tensor | None, rhs: Tensor | None, groups: int, dtype: torch.dty
     return statically_known_true(lhs.numel() + rhs.numel() < product)
 
 
+def _kept_input(hidden: Tensor, pair: Pair, way: Way, plan: GroupedPlan) -> tuple[Tensor | None, ...]:
+    """What backward reads of the input for ``grad_weight``: the tokens, or the codes and scales that travelled."""
+    if not plan.needs_grad_weight:
+        return None, None, None
+    return (hidden, None, None) if way.travel is None else (None, *pair)
+
+
 class _GatheredLinear(torch.autograd.Function):
-    """Saves the tokens, as they came; backward casts them for ``grad_weight``."""
+    """Saves the tokens, as they came; backward casts them for ``grad_weight``. Of rows that travelled: their codes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor, inverse: Tensor,
-        plan: GroupedPlan, *cached: Any,
-    ) -> Tensor:  # fmt: skip
-        routing = Routing(offsets, order, inverse)
-        out, of_weight = _gathered(hidden, weight, bias, routing, plan, cached)
-        ctx.save_for_backward(*routing, hidden if plan.needs_grad_weight else None, *of_weight)
-        ctx.plan, ctx.dtype, ctx.tokens = plan, weight.dtype, hidden.shape[0]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: GroupedPlan, *args: Any) -> Tensor:
+        way, cached = Way.of(args)
+        out, pair, of_weight = _gathered(hidden, weight, bias, way, plan, cached)
+        ctx.save_for_backward(*way.here, *way.there, *_kept_input(hidden, pair, way, plan), *of_weight)
+        ctx.plan, ctx.dtype, ctx.tokens, ctx.travel = plan, weight.dtype, hidden.shape[0], way.travel
         return ops.sealed(out, hidden, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         plan: GroupedPlan = ctx.plan
-        offsets, order, inverse, hidden, *kept = ctx.saved_tensors
-        routing, grad = Routing(offsets, order, inverse), Rows(grad_output)
+        way, (hidden, qdata, scale, *kept) = Way.of([*ctx.saved_tensors[:6], ctx.travel, *ctx.saved_tensors[6:]])
+        grad = Rows(grad_output)
 
         def grads_of() -> Grads:
-            codes = plan.tokens_of_grad(grad, offsets)
-            return _grads_of_gathered(grad, codes, hidden, ctx.tokens, kept, routing, plan, ctx.dtype)
+            codes = plan.tokens_of_grad(grad, way.there.offsets)
+            return _grads_of_gathered(grad, codes, hidden, (qdata, scale), ctx.tokens, kept, way, plan, ctx.dtype)
 
         grads = first_order(grads_of)
-        return (*grads, *[None] * (8 if plan.is_cached else 4))
+        return (*grads, *[None] * (12 if plan.is_cached else 8))
 
 
 class _CombinedLinear(torch.autograd.Function):
@@ -182,38 +241,37 @@ class _CombinedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inside: Tensor, weight: Tensor, bias: Tensor | None, top_k_weights: Tensor, offsets: Tensor,
-        order: Tensor, inverse: Tensor, plan: GroupedPlan, needs_factors: bool, *cached: Any,
+        ctx: Any, inside: Tensor, weight: Tensor, bias: Tensor | None, top_k_weights: Tensor, plan: GroupedPlan,
+        needs_factors: bool, *args: Any,
     ) -> Tensor:  # fmt: skip
-        routing = Routing(offsets, order, inverse)
-        out, of_experts, columns, of_weight = _combined(
-            Rows(inside), weight, bias, top_k_weights, routing, plan, cached
-        )
+        way, cached = Way.of(args)
+        out, of_experts, columns, of_weight = _combined(Rows(inside), weight, bias, top_k_weights, way, plan, cached)
         ctx.save_for_backward(
-            *routing,
+            *way.here,
+            *way.there,
             top_k_weights,
             of_experts if needs_factors else None,
             inside if plan.needs_grad_weight and columns[0] is None else None,
             *columns,
             *of_weight,
         )
-        ctx.plan, ctx.dtype = plan, weight.dtype
+        ctx.plan, ctx.dtype, ctx.travel = plan, weight.dtype, way.travel
         return ops.sealed(out, inside, weight, bias, top_k_weights)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         plan: GroupedPlan = ctx.plan
-        offsets, order, inverse, top_k_weights, of_experts, inside, qdata, scale, *kept = ctx.saved_tensors
+        way, saved = Way.of([*ctx.saved_tensors[:6], ctx.travel, *ctx.saved_tensors[6:]])
+        top_k_weights, of_experts, inside, qdata, scale, *kept = saved
         rows = None if inside is None else Rows(inside)
-        routing = Routing(offsets, order, inverse)
 
         def grads_of() -> tuple[Tensor | None, ...]:
             of = _grads_of_combined(
-                grad_output, rows, (qdata, scale), kept, top_k_weights, of_experts, routing, plan, ctx.dtype
+                grad_output, rows, (qdata, scale), kept, top_k_weights, of_experts, way, plan, ctx.dtype
             )
             return of.rows, *of.of_weight(), of.factors
 
-        return (*first_order(grads_of), *[None] * (9 if plan.is_cached else 5))
+        return (*first_order(grads_of), *[None] * (13 if plan.is_cached else 9))
 
 
 class _RoutedSwiglu(torch.autograd.Function):
@@ -222,20 +280,20 @@ class _RoutedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
-        top_k_weights: Tensor, offsets: Tensor, order: Tensor, inverse: Tensor, plans: tuple[GroupedPlan, GroupedPlan],
-        needs_factors: bool, *cached: Any,
+        top_k_weights: Tensor, plans: tuple[GroupedPlan, GroupedPlan], needs_factors: bool, *args: Any,
     ) -> Tensor:  # fmt: skip
-        routing = Routing(offsets, order, inverse)
+        way, cached = Way.of(args)
         first, second = plans
         of_up, of_down = cached[: len(cached) // 2], cached[len(cached) // 2 :]
-        inner, kept_up = _gathered(hidden, up, up_bias, routing, first, of_up)
+        inner, pair, kept_up = _gathered(hidden, up, up_bias, way, first, of_up)
         out, of_experts, columns, kept_down = _combined(
-            Rows(inner, swiglu=True), down, down_bias, top_k_weights, routing, second, of_down
+            Rows(inner, swiglu=True), down, down_bias, top_k_weights, way, second, of_down
         )
         ctx.save_for_backward(
-            *routing,
+            *way.here,
+            *way.there,
             top_k_weights,
-            hidden if first.needs_grad_weight else None,
+            *_kept_input(hidden, pair, way, first),
             inner if second.needs_grad_input or (second.needs_grad_weight and columns[0] is None) else None,
             of_experts if needs_factors else None,
             *columns,
@@ -243,33 +301,36 @@ class _RoutedSwiglu(torch.autograd.Function):
             *kept_down,
         )
         ctx.plans, ctx.of_up, ctx.tokens = plans, len(kept_up), hidden.shape[0]
-        ctx.up_dtype, ctx.down_dtype, ctx.cached = up.dtype, down.dtype, len(cached)
+        ctx.up_dtype, ctx.down_dtype, ctx.cached, ctx.travel = up.dtype, down.dtype, len(cached), way.travel
         return ops.sealed(ops.sealed(out, hidden, up, up_bias), down, down_bias, top_k_weights)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grads = first_order(_RoutedSwiglu._grads, ctx, grad_output)
-        return (*grads, *[None] * (5 + ctx.cached))
+        return (*grads, *[None] * (9 + ctx.cached))
 
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.plans
-        offsets, order, inverse, top_k_weights, hidden, inner, of_experts, qdata, scale, *kept = ctx.saved_tensors
-        routing = Routing(offsets, order, inverse)
+        way, saved = Way.of([*ctx.saved_tensors[:6], ctx.travel, *ctx.saved_tensors[6:]])
+        top_k_weights, hidden, codes_of_rows, scale_of_rows, inner, of_experts, qdata, scale, *kept = saved
         rows = None if inner is None else Rows(inner, swiglu=True)
         of_down = _grads_of_combined(
-            grad_output, rows, (qdata, scale), kept[ctx.of_up :], top_k_weights, of_experts, routing, second,
+            grad_output, rows, (qdata, scale), kept[ctx.of_up :], top_k_weights, of_experts, way, second,
             ctx.down_dtype,
         )  # fmt: skip
-        grad = None if of_down.rows is None else first.rows_of_swiglu(of_down.rows, inner, offsets)
+        grad = None if of_down.rows is None else first.rows_of_swiglu(of_down.rows, inner, way.there.offsets)
         if grad is None:
             return (None, None, None, *of_down.of_weight(), of_down.factors)
         # Backward takes most memory while the codes of SwiGLU's gradient are written, so the smaller is kept meanwhile:
         # the gradient of the second weight, or the codes that it is made of.
         of_weight = None if of_down.can_wait else of_down.of_weight()
-        codes = first.tokens_of_grad(grad, offsets)
+        codes = first.tokens_of_grad(grad, way.there.offsets)
         of_weight = of_weight or of_down.of_weight()
-        of_up = _grads_of_gathered(grad, codes, hidden, ctx.tokens, kept[: ctx.of_up], routing, first, ctx.up_dtype)
+        of_up = _grads_of_gathered(
+            grad, codes, hidden, (codes_of_rows, scale_of_rows), ctx.tokens, kept[: ctx.of_up], way, first,
+            ctx.up_dtype,
+        )  # fmt: skip
         return (*of_up, *of_weight, of_down.factors)
 
 
@@ -286,44 +347,44 @@ def _needs_factors(top_k_weights: Tensor) -> bool:
     return torch.is_grad_enabled() and top_k_weights.requires_grad
 
 
-def gathered_linear(hidden: Tensor, layer: Layer, routing: Routing, recipe: Recipe) -> Tensor:
+def gathered_linear(hidden: Tensor, layer: Layer, way: Way, recipe: Recipe) -> Tensor:
     """``grouped_linear`` of the rows of all experts, ``[R, N]``, from the tokens ``hidden [T, K]``.
 
     See :func:`can_route`.
     """
     weight, bias, quantized = layer
-    x, w, b, plan, cached = checked(hidden, weight, routing.offsets, bias, recipe, quantized, routing.order.shape[0])
-    return _GatheredLinear.apply(x, w, b, *routing, plan, *cached)  # type: ignore[no-untyped-call]
+    offsets, rows = way.there.offsets, way.there.order.shape[0]
+    x, w, b, plan, cached = checked(hidden, weight, offsets, bias, recipe, quantized, rows)
+    return _GatheredLinear.apply(x, w, b, plan, *way.args, *cached)  # type: ignore[no-untyped-call]
 
 
-def combined_linear(inside: Tensor, layer: Layer, routing: Routing, top_k_weights: Tensor, recipe: Recipe) -> Tensor:
+def combined_linear(inside: Tensor, layer: Layer, way: Way, top_k_weights: Tensor, recipe: Recipe) -> Tensor:
     """The sum of the experts of each token, ``[T, N]``, from the rows ``inside [R, K]`` in which they end.
 
     See :func:`can_route`.
     """
     weight, bias, quantized = layer
-    x, w, b, plan, cached = checked(inside, weight, routing.offsets, bias, recipe, quantized)
-    arguments = (x, w, b, top_k_weights, *routing, plan, _needs_factors(top_k_weights), *cached)
+    x, w, b, plan, cached = checked(inside, weight, way.there.offsets, bias, recipe, quantized)
+    arguments = (x, w, b, top_k_weights, plan, _needs_factors(top_k_weights), *way.args, *cached)
     return _CombinedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
-def routed_swiglu(
-    hidden: Tensor, up: Layer, down: Layer, routing: Routing, top_k_weights: Tensor, recipe: Recipe
-) -> Tensor:
+def routed_swiglu(hidden: Tensor, up: Layer, down: Layer, way: Way, top_k_weights: Tensor, recipe: Recipe) -> Tensor:
     """The experts of each token, which are SwiGLU MLPs, ``[T, K]``, from the tokens ``hidden [T, K]``.
 
     Args:
         hidden: ``[T, K]``.
         up: of weight ``[E, 2 F, K]``, the gate first.
         down: of weight ``[E, K, F]``.
-        routing: of the tokens.
+        way: of the tokens.
         top_k_weights: ``[T, top_k]``.
         recipe: of both layers.
 
-    See :func:`can_route`. Saved for backward: the tokens, the output of the first layer, ``[T top_k, 2 F]``, the codes
-    of what SwiGLU makes of it, and the rows of all experts if the router needs a gradient.
+    See :func:`can_route`. Saved for backward: the tokens (of rows that travelled, their codes), the output of the first
+    layer, ``[T top_k, 2 F]``, the codes of what SwiGLU makes of it, and the rows of all experts if the router needs a
+    gradient.
     """
-    offsets, rows = routing.offsets, routing.order.shape[0]
+    offsets, rows = way.there.offsets, way.there.order.shape[0]
     x, w_up, b_up, first, of_up = checked(hidden, up.weight, offsets, up.bias, recipe, up.quantized_weight, rows)
     # Of no rows, but of the shape, dtype and device that the rows will have.
     inside = x.new_empty((0, w_up.shape[1] // 2))
@@ -334,5 +395,5 @@ def routed_swiglu(
     if len(of_up) != len(of_down):
         raise ValueError("either both layers of experts have quantized weights, or neither")
     plans = (first, second._replace(layer=first.layer))
-    arguments = (x, w_up, b_up, w_down, b_down, top_k_weights, *routing, plans, _needs_factors(top_k_weights))
-    return _RoutedSwiglu.apply(*arguments, *of_up, *of_down)  # type: ignore[no-untyped-call]
+    arguments = (x, w_up, b_up, w_down, b_down, top_k_weights, plans, _needs_factors(top_k_weights))
+    return _RoutedSwiglu.apply(*arguments, *way.args, *of_up, *of_down)  # type: ignore[no-untyped-call]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.layers.linear import Pair
+from tritonfp8.specs import QuantSpec
 
 
 class Routing(NamedTuple):
@@ -33,6 +36,44 @@ class Routing(NamedTuple):
         ends = torch.searchsorted(found, torch.arange(experts, dtype=ids.dtype, device=ids.device), right=True)
         rows = torch.arange(order.shape[0], device=ids.device)
         return Routing(ends.to(torch.int32), order, torch.empty_like(order).scatter_(0, order, rows))
+
+
+class Travel(Protocol):
+    """How rows get to the ranks of their experts and back; all ranks call each method together."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows this rank sends: the rows of no expert, which are its last, stay."""
+
+    def there(self, pair: Pair, spec: QuantSpec, there: Routing) -> Pair:
+        """The codes and scales by ``spec`` of the rows of this rank's experts, from the rows of this rank's tokens."""
+
+    def back(self, rows: Tensor, there: Routing, number: int) -> Tensor:
+        """``number`` rows for this rank's tokens, zeros for no expert, from the rows of this rank's experts."""
+
+
+class Way(NamedTuple):
+    """The way of tokens to the rows of their experts.
+
+    Attributes:
+        here: the routing of this rank's tokens to all experts.
+        there: the routing of the rows that arrived to the experts of this rank; equal to ``here`` if none travel.
+        travel: None if all experts are here.
+    """
+
+    here: Routing
+    there: Routing
+    travel: Travel | None = None
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The tensors, and ``travel``, as the arguments of an autograd function."""
+        return *self.here, *self.there, self.travel
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> tuple[Way, list[Any]]:
+        """The way that begins with these :attr:`args`, and the arguments behind them."""
+        return cls(Routing(*args[:3]), Routing(*args[3:6]), args[6]), list(args[7:])
 
 
 class _Gather(torch.autograd.Function):
