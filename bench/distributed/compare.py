@@ -20,7 +20,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from bench.contest.compare import rounded
-from bench.distributed.models import Contestant, Meshes, attend_causally, fsdp_contestants, spread, tp_contestants
+from bench.distributed.models import (
+    WAYS,
+    Contestant,
+    Meshes,
+    attend_causally,
+    fsdp_contestants,
+    spread,
+    tp_contestants,
+)
 from bench.distributed.ranks import AllFailedError, Ranks
 from tritonfp8 import recipes
 from tritonfp8.distributed import count_collective_bytes
@@ -53,6 +61,7 @@ class Settings:
         losses: compare losses, not speeds: deterministic, with controls.
         seed: seed of the weights and of the choice of text.
         data: file or folder of text, or None for the standard library's sources.
+        ways: of tensor parallelism: names of :data:`WAYS`.
     """
 
     model: str
@@ -70,6 +79,7 @@ class Settings:
     lr: float | None = None
     rounds: int = 1
     moments: tuple[str, ...] = ()
+    ways: tuple[str, ...] = tuple(WAYS)
 
     def __post_init__(self) -> None:
         default_lr(self.model)
@@ -80,6 +90,8 @@ class Settings:
         for name in self.recipes:
             if not recipes.get(name).output.quantized:
                 raise ValueError(f"bf16 takes part anyway; give recipes that quantize, not {name!r}")
+        for name in self.ways:
+            require("ways", name, tuple(WAYS))
         for name in self.moments:
             require("moments", name, MOMENTS)
         if self.moments and self.tp > 1:
@@ -90,7 +102,7 @@ class Settings:
     def contestants(self) -> list[Contestant]:
         """All contestants, bf16 first."""
         if self.tp > 1:
-            return tp_contestants(self.recipes, alone=self.losses)
+            return tp_contestants(self.recipes, self.losses, self.ways)
         return fsdp_contestants(self.recipes, self.peers, self.losses, self.moments)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from tritonfp8.distributed import (
 BASELINE = "bf16"
 GATHER, TP, ALONE, AGAIN = "FP8 all-gather", "TP", "one process", "again"
 TP_WAYS = (TP, f"{TP}, DTensors between layers", f"{TP}, FP8 styles")
+WAYS = dict(zip(("torch", "dtensors", "float8"), TP_WAYS, strict=True))
 OTHER_ORDER = "another order of sums"
 REORDERED = f"{ALONE}, {OTHER_ORDER}"
 ORDER_SEED = 0
@@ -200,19 +202,20 @@ def torchao_contestants() -> list[Contestant]:
     ]
 
 
-def tp_contestants(recipes: tuple[str, ...], alone: bool) -> list[Contestant]:
-    """bf16, and each recipe with torch's styles (local tensors, DTensors) and with the FP8 styles.
+def tp_contestants(recipes: tuple[str, ...], alone: bool, chosen: tuple[str, ...] = tuple(WAYS)) -> list[Contestant]:
+    """bf16, and each recipe with torch's styles (local tensors, DTensors) and with the FP8 styles, as :data:`WAYS`.
 
     ``alone`` adds each in one process, and in one process with sums in another order, as a control.
     """
     baseline = f"{BASELINE}, {TP}"
     found = [Contestant(baseline, _leave, baseline, styles=TORCH_STYLES)]
     for recipe in recipes:
-        ways = zip(TP_WAYS, (TORCH_STYLES, TORCH_STYLES, FLOAT8_STYLES), (False, True, False), strict=True)
-        found += [
-            Contestant(f"{recipe}, {way}", _converter(recipe), baseline, own=True, styles=styles, dtensors=dtensors)
-            for way, styles, dtensors in ways
-        ]
+        for way in chosen:
+            styles = FLOAT8_STYLES if way == "float8" else TORCH_STYLES
+            name = f"{Path(recipe).stem}, {WAYS[way]}"
+            found.append(
+                Contestant(name, _converter(recipe), baseline, own=True, styles=styles, dtensors=way == "dtensors")
+            )
     if alone:
         found += _alone(BASELINE, _leave, own=False)
         for recipe in recipes:

@@ -23,7 +23,7 @@ from bench.contest.judge import Verdict
 from bench.contest.machine import command_line, results_folder, write_results
 from bench.distributed.bars import differing_losses, gathered_ratio, judge, loss_difference, mean_losses
 from bench.distributed.compare import Row, Settings, as_json, compare, make_deterministic, untimed_steps
-from bench.distributed.models import ALONE, GATHER, REORDERED, TP_WAYS
+from bench.distributed.models import ALONE, GATHER, REORDERED, TP_WAYS, WAYS
 from bench.distributed.ranks import AllFailedError, RankError, joined
 from tritonfp8 import recipes
 
@@ -59,6 +59,7 @@ def main(
     stored: Annotated[
         str | None, typer.Option(help="Add weights stored in 8 bits, with these moments, as bf16,fp8.")
     ] = None,
+    ways: Annotated[str, typer.Option(help="Styles of tensor parallelism, comma-separated.")] = ",".join(WAYS),
     compile: Annotated[bool | None, typer.Option(help="Compile each layer. [default: on a GPU]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if available]")] = None,
     processes: Annotated[int | None, typer.Option(help="Processes to start without torchrun.", min=1)] = None,
@@ -94,6 +95,7 @@ def main(
             lr=lr,
             rounds=rounds,
             moments=tuple(stored.split(",")) if stored else (),
+            ways=tuple(ways.split(",")),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
