@@ -50,7 +50,7 @@ def _gathered(
 
 def _codes_there(rows: Rows, spec: QuantSpec | None, way: Way) -> Pair:
     """The codes of picked rows where their experts are."""
-    here, there, travel = way
+    here, there, travel = way.here, way.there, way.travel
     if travel is not None:
         assert rows.picked is not None
         factors = None if rows.factors is None else rows.factors[: travel.rows]
@@ -88,7 +88,7 @@ def _grads_of_gathered(
     ``of_rows``: the codes of the rows, if they travelled as codes; ``kept``: see :meth:`GroupedPlan.output`; ``dtype``:
     of the weight.
     """
-    (_, order, inverse), (offsets, *_), travel = way
+    (_, order, inverse), offsets, travel = way.here, way.there.offsets, way.travel
     pair, pair_t = codes
     grad_hidden = grad_weight = None
     if plan.needs_grad_input:
@@ -122,7 +122,7 @@ def _combined(
     """
     kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
     specs = Specs(plan.recipe.output.lhs, kept_spec, plan.recipe.codes["input"])
-    here, there, travel = way
+    here, there, travel = way.here, way.there, way.travel
     pair, kept = tokens_of(rows, there.offsets, specs)
     of_experts, of_weight = plan.output(rows, pair, weight, cached, there.offsets, bias)
     if travel is not None:
@@ -158,7 +158,7 @@ def _grads_of_combined(
 
     ``columns``: the codes of the rows that ``grad_weight`` reads; without them ``rows`` is not None.
     """
-    (_, order, inverse), (offsets, *_), _ = way
+    (_, order, inverse), offsets = way.here, way.there.offsets
     # First, as nothing else reads the rows of all experts: the casts find their memory free.
     grad_factors = None
     if of_experts is not None:
@@ -218,14 +218,14 @@ class _GatheredLinear(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: GroupedPlan, *args: Any) -> Tensor:
         way, cached = Way.of(args)
         out, pair, of_weight = _gathered(hidden, weight, bias, way, plan, cached)
-        ctx.save_for_backward(*way.here, *way.there, *_kept_input(hidden, pair, way, plan), *of_weight)
+        ctx.save_for_backward(*way.args[1:], *_kept_input(hidden, pair, way, plan), *of_weight)
         ctx.plan, ctx.dtype, ctx.tokens, ctx.travel = plan, weight.dtype, hidden.shape[0], way.travel
         return ops.sealed(out, hidden, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         plan: GroupedPlan = ctx.plan
-        way, (hidden, qdata, scale, *kept) = Way.of([*ctx.saved_tensors[:6], ctx.travel, *ctx.saved_tensors[6:]])
+        way, (hidden, qdata, scale, *kept) = Way.of((ctx.travel, *ctx.saved_tensors))
         grad = Rows(grad_output)
 
         def grads_of() -> Grads:
@@ -247,8 +247,7 @@ class _CombinedLinear(torch.autograd.Function):
         way, cached = Way.of(args)
         out, of_experts, columns, of_weight = _combined(Rows(inside), weight, bias, top_k_weights, way, plan, cached)
         ctx.save_for_backward(
-            *way.here,
-            *way.there,
+            *way.args[1:],
             top_k_weights,
             of_experts if needs_factors else None,
             inside if plan.needs_grad_weight and columns[0] is None else None,
@@ -261,7 +260,7 @@ class _CombinedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         plan: GroupedPlan = ctx.plan
-        way, saved = Way.of([*ctx.saved_tensors[:6], ctx.travel, *ctx.saved_tensors[6:]])
+        way, saved = Way.of((ctx.travel, *ctx.saved_tensors))
         top_k_weights, of_experts, inside, qdata, scale, *kept = saved
         rows = None if inside is None else Rows(inside)
 
@@ -290,8 +289,7 @@ class _RoutedSwiglu(torch.autograd.Function):
             Rows(inner, swiglu=True), down, down_bias, top_k_weights, way, second, of_down
         )
         ctx.save_for_backward(
-            *way.here,
-            *way.there,
+            *way.args[1:],
             top_k_weights,
             *_kept_input(hidden, pair, way, first),
             inner if second.needs_grad_input or (second.needs_grad_weight and columns[0] is None) else None,
@@ -312,7 +310,7 @@ class _RoutedSwiglu(torch.autograd.Function):
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.plans
-        way, saved = Way.of([*ctx.saved_tensors[:6], ctx.travel, *ctx.saved_tensors[6:]])
+        way, saved = Way.of((ctx.travel, *ctx.saved_tensors))
         top_k_weights, hidden, codes_of_rows, scale_of_rows, inner, of_experts, qdata, scale, *kept = saved
         rows = None if inner is None else Rows(inner, swiglu=True)
         of_down = _grads_of_combined(

@@ -57,23 +57,30 @@ class Way(NamedTuple):
 
     Attributes:
         here: the routing of this rank's tokens to all experts.
-        there: the routing of the rows that arrived to the experts of this rank; equal to ``here`` if none travel.
+        arrived: the routing of the rows that arrived to the experts of this rank; None if none travel.
         travel: None if all experts are here.
     """
 
     here: Routing
-    there: Routing
+    arrived: Routing | None = None
     travel: Travel | None = None
 
     @property
+    def there(self) -> Routing:
+        """The routing of the rows to the experts that compute them."""
+        return self.here if self.arrived is None else self.arrived
+
+    @property
     def args(self) -> tuple[Any, ...]:
-        """The tensors, and ``travel``, as the arguments of an autograd function."""
-        return *self.here, *self.there, self.travel
+        """The fields, flat, as the arguments of an autograd function, which must differ for Dynamo."""
+        return self.travel, *self.here, *(self.arrived or (None, None, None))
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> tuple[Way, list[Any]]:
         """The way that begins with these :attr:`args`, and the arguments behind them."""
-        return cls(Routing(*args[:3]), Routing(*args[3:6]), args[6]), list(args[7:])
+        travel, *tensors = args
+        arrived = None if tensors[3] is None else Routing(*tensors[3:6])
+        return cls(Routing(*tensors[:3]), arrived, travel), tensors[6:]
 
 
 class _Gather(torch.autograd.Function):
