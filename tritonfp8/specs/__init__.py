@@ -26,6 +26,7 @@ from tritonfp8.specs.quant_spec import (
     TENSORWISE,
     QuantSpec,
     amax_shape,
+    are_transposable,
     check_group_spec,
     check_transposable,
     empty_grouped_scale,

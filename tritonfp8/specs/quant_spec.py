@@ -236,13 +236,19 @@ def moves_codes(spec: QuantSpec, spec_t: QuantSpec) -> bool:
     return spec == spec_t and spec.block[0] == spec.block[1]
 
 
+def are_transposable(spec: QuantSpec, spec_t: QuantSpec) -> bool:
+    """Whether codes by ``spec`` can become codes of the transpose by ``spec_t``; see :func:`check_transposable`."""
+    rounded = "none" not in (spec.scale_rounding, spec_t.scale_rounding)
+    return moves_codes(spec, spec_t) or (rounded and spec.format == spec_t.format)
+
+
 def check_transposable(spec: QuantSpec, spec_t: QuantSpec) -> None:
     """Raise ValueError unless codes by ``spec`` can become codes of the transpose by ``spec_t``.
 
     Between scales that are powers of two a code moves by its exponent. Its value stays, unless the new scale makes it
     subnormal.
     """
-    if moves_codes(spec, spec_t):
+    if are_transposable(spec, spec_t):
         return
     if "none" in (spec.scale_rounding, spec_t.scale_rounding):
         raise ValueError(
@@ -250,11 +256,10 @@ def check_transposable(spec: QuantSpec, spec_t: QuantSpec) -> None:
             f"are; between other scales each value would be rounded a second time. Got {spec} and {spec_t}: use "
             "scale_rounding='pow2', or transposed_from='values'"
         )
-    if spec.format != spec_t.format:
-        raise ValueError(
-            f"a transpose is made from codes of its own format, or each value would be rounded a second time; got "
-            f"{spec} and {spec_t}"
-        )
+    raise ValueError(
+        f"a transpose is made from codes of its own format, or each value would be rounded a second time; got {spec} "
+        f"and {spec_t}"
+    )
 
 
 def matmul_family(a_block: Sequence[int], b_block: Sequence[int]) -> str:

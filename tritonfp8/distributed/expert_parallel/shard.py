@@ -32,8 +32,8 @@ def shard_experts(
         payload: ``"float8"`` sends tokens to experts, and gradients of the results back, as codes and scales, where
             the recipe quantizes rows by scales of their own that are powers of two (rowwise, blockwise, mxfp8). The
             products that read rows then have the same bits. ``grad_weight`` and the gradient of a bias read the rounded
-            values: codes of ``grad_weight`` are the same but for the tiniest, if the recipe has them. A recipe that makes
-            transposes from codes reads the codes as they arrive, with the bits of one process.
+            values: codes of ``grad_weight`` are the same but for the tiniest, if the recipe has them. A recipe that
+            makes transposes from codes reads the codes as they arrive, with the bits of one process.
             ``"high_precision"`` sends all in the dtype of the model.
         average_gradients: divide the gradients of experts by the size of the mesh, as DDP and FSDP2 divide all other
             gradients: an expert gets the gradients of the losses of all ranks. A number divides by that: ranks

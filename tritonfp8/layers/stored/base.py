@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tritonfp8 import ops
 from tritonfp8.compat import torch_private
-from tritonfp8.specs import QuantSpec
+from tritonfp8.specs import QuantSpec, are_transposable
 from tritonfp8.specs.checks import require
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -286,4 +286,6 @@ class StoredTensor(CodesTensor):
                 f"the weight is stored as {self.spec}, and its recipe reads {spec}: swap to a recipe with the same "
                 "weights, or convert the model again from high precision"
             )
+        if are_transposable(self.spec, spec):
+            return ops.transpose_codes(*self._as_operand(), *self.spec.args, *spec.args)
         return self._cast(self.plain_values(), *spec.args, True)
