@@ -56,7 +56,7 @@ def class_name_violations(modules):
 ROOM_LINES = {
     "kernels": 4050,  # transposes that are made from codes
     "compat": 1300,
-    "specs": 1100,  # naming, from conversion; which transposes can be made from codes; transposes that stored codes have
+    "specs": 1100,  # naming, from conversion; which transposes can be made from codes, and which stored codes have
     "recipes": 580,  # transposed_from, and a backward that dequantizes
     "reference": 1210,  # transposes that are made from codes
     "tuning": 1515,  # tiles of transposes that are made from codes
