@@ -3,6 +3,9 @@
 _KERNELS = ("tests/kernels/cast/test_codes.py",)
 _LAYERS = ("tests/layers/test_transposes.py",)
 
+_SENT = ("tests/distributed/test_codes.py", "-k", "bits_of_one_process")
+_EXPERTS = ("tests/distributed/expert_parallel/test_experts.py", "-k", "as_they_arrive")
+
 FAULTS = (
     (
         "kernels/cast/quantize.py",
@@ -66,5 +69,40 @@ FAULTS = (
         "specs = Specs(spec, spec_t)",
         "the transpose of a gradient is made from its values",
         _LAYERS,
+    ),
+    (
+        "tritonfp8/distributed/tensor_parallel/sharded_operands.py",
+        "        return own_sum(unalign(self.scattered_n, unalign(self.scatter.target, out, 0), 1), self.scatter)",
+        "        return out[: self.scatter.sources[self.scatter.rank].local_size]",
+        "a scattered output is not summed over the ranks",
+        _SENT,
+    ),
+    (
+        "tritonfp8/distributed/tensor_parallel/sharded_operands.py",
+        "            return quantize_and_gather(x, specs, self.scatter, self.scattered_n)\n        return quantize",
+        "            pass\n        return quantize",
+        "each rank multiplies the gradient of its own tokens only",
+        _SENT,
+    ),
+    (
+        "tritonfp8/distributed/expert_parallel/all_to_all.py",
+        "(_ordered(all_to_all_rows(part, send, receive, group), order) for part in parts)",
+        "(_ordered(all_to_all_rows(part, send, receive, group), None) for part in parts)",
+        "codes of tokens go to another expert",
+        _EXPERTS,
+    ),
+    (
+        "tritonfp8/layers/moe/routed_linear.py",
+        "rows = rows._replace(picked=rows.picked[: travel.rows], factors=factors)",
+        "rows = rows._replace(picked=rows.picked[: travel.rows], factors=None)",
+        "gradients travel without the weights of their experts",
+        _EXPERTS,
+    ),
+    (
+        "tritonfp8/layers/stored/base.py",
+        "return ops.transpose_codes(*self._as_operand(), *self.spec.args, *spec.args)",
+        "return ops.transpose_codes(self._as_operand()[0], self._as_operand()[1].mul(2), *self.spec.args, *spec.args)",
+        "stored codes are transposed by twice their scale",
+        ("tests/layers/stored/test_reads.py",),
     ),
 )
