@@ -173,10 +173,11 @@ class GatheredWeight(CodesTensor):
         if orientation.transposed == flipped:
             return pair
         if from_codes:
-            if isinstance(layout, ByteLayout) and layout.within is not None:
+            transpose = WeightOrientation(spec, True)
+            if isinstance(layout, ByteLayout) and any(layout.is_split(transpose, dim) for dim in (0, 1)):
                 raise ValueError(
-                    "transposed_from='codes' with both tensor parallelism and an 8-bit gather needs amaxes of other "
-                    "ranks: use transposed_from='values', or leave out enable_float8_all_gather"
+                    f"the weight is a part of a larger weight, and blocks of its transpose by {spec} lie on several "
+                    "ranks: compute with the DTensor, and not with its to_local()"
                 )
             return ops.transpose_codes(*pair, *orientation.spec.args, *spec.args)
         # One orientation of square blocks serves both GEMMs.

@@ -18,14 +18,19 @@ from tritonfp8.distributed import options
 from tritonfp8.distributed.fsdp import GatheredWeight
 from tritonfp8.distributed.shard_layout import align, distributed, largest_blocks, plain_mesh, unalign
 from tritonfp8.distributed.tensor_parallel.placements import ShardedLayer, cached_layer_of, layer_of
-from tritonfp8.distributed.tensor_parallel.sharded_operands import ShardedOperands, ShardedWeight, StoredShard
+from tritonfp8.distributed.tensor_parallel.sharded_operands import (
+    GatheredShard,
+    ShardedOperands,
+    ShardedWeight,
+    StoredShard,
+)
 from tritonfp8.distributed.tensor_parallel.token_gather import (
     gathered_placeholder,
     gathered_rows,
     is_own_transpose,
     scattered_rows,
 )
-from tritonfp8.layers.linear import Operands, SharedInput, local_linear, source_of, weight_operands
+from tritonfp8.layers.linear import Operands, SharedInput, WeightSource, local_linear, weight_operands
 from tritonfp8.layers.stored import StoredRows, StoredWeight
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Recipe
@@ -253,7 +258,7 @@ def _local(
     scatter = layer.scatter if _sends_gradient_once(recipe, *needs) else None
     provider = ShardedOperands(*layer.scaled, layer.gather if in_8_bits else None, layer.k, scatter, layer.n)
     if isinstance(weight._local_tensor, GatheredWeight):
-        source = source_of(weight._local_tensor)
+        source: WeightSource = GatheredShard(layer.n, layer.k)
     else:
         kind = StoredShard if isinstance(weight._local_tensor, _STORED) else ShardedWeight
         source = kind(*layer.scaled[1:])

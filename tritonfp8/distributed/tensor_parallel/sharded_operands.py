@@ -1,6 +1,6 @@
 """The operands of a linear layer whose input, weight and output are shards of global tensors.
 
-The weight may be stored in 8 bits: its codes have the scales of the global weight already.
+The weight may be stored or gathered in 8 bits: its codes have the scales of the global weight already.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_reduce
 from tritonfp8.distributed.global_scales import (
     amax_of_codes,
@@ -125,6 +126,35 @@ class ShardedWeight(WeightSource):
     def both(self, weight: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """As :meth:`now` and :meth:`later`."""
         return quantize_shard(weight, specs, (self.n, self.k))
+
+
+@dataclass(frozen=True)
+class GatheredShard(CodesSource):
+    """Reads this rank's part of a weight that FSDP2 gathered in 8 bits.
+
+    The codes have the scales of the global weight already, also if other scales are local. A transpose that is made
+    from them may have blocks on several ranks.
+
+    Attributes:
+        n, k: the layouts of the out features and the in features.
+    """
+
+    n: DimLayout
+    k: DimLayout
+
+    def now(self, weight: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
+        """See :meth:`ShardedWeight.now`: here only the amaxes of the transpose of the codes are reduced."""
+        pair, _ = super().now(weight, specs)
+        if specs.spec_t is None or specs.codes is None:
+            return pair, None
+        return pair, amax_of_codes(pair, specs.codes, specs.spec_t, (self.n, self.k))
+
+    def later(self, weight: Tensor, how: Later, grad_output: Tensor | None) -> Pair:
+        """The transpose, by the amaxes that forward reduced; the weight may have been gathered again since."""
+        if how.amax_t is None or how.codes is None:
+            return super().later(weight, how, grad_output)
+        pair = read_operand(weight, how.codes, False, grad_output)
+        return ops.transpose_codes(*pair, *how.codes.args, *how.spec_t.args, how.amax_t)
 
 
 @dataclass(frozen=True)
