@@ -67,7 +67,7 @@ ROOM_LINES = {
     "conversion": 1710,
     "export": 2590,
     "optim": 490,
-    "distributed": 5910,  # codes sent once, the gradient of a scattered output too; experts read codes as they arrive
+    "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
     "workflow": 3220,  # verify takes a batch, as sensitivity does; doctor sums its tests up
     "training": 1400,  # the check of a device, which was in cli, too
     "warmup": 1430,
