@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.distributed.collectives import all_gather_bytes, all_gather_rows, reduce_scatter_sum
+from tritonfp8.distributed.collectives import all_gather_each, reduce_scatter_sum
 from tritonfp8.distributed.global_scales import global_amax, quantize_by_amaxes
 from tritonfp8.distributed.shard_layout import DimLayout, align, local_blocks, unalign
 from tritonfp8.layers.linear import NO_PAIR, Pair, Specs
 from tritonfp8.ops import sealed
 from tritonfp8.specs import QuantSpec, empty_scale, transposed
-from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,12 @@ class TokenGather:
     target: DimLayout
 
 
-def _join(gather: TokenGather, parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The rows of all ranks, in the order of the gathered tensor."""
+def _join(gather: TokenGather, parts: Tensor | Sequence[Tensor], dim: int) -> Tensor:
+    """The rows of all ranks in the order of the gathered tensor, of the result of :func:`all_gather_each`."""
+    if isinstance(parts, Tensor):
+        # Before ``dim`` the ranks, then each of the outer parts: as they lie in memory if there is one.
+        split = parts.unflatten(1 + dim, (gather.outer, gather.counts[0]))
+        return split.movedim(0, dim + 1).flatten(dim, dim + 2)
     if gather.outer == 1:
         return torch.cat(list(parts), dim)
     split = [p.unflatten(dim, (gather.outer, count)) for p, count in zip(parts, gather.counts, strict=True)]
@@ -89,14 +93,19 @@ class _Scattered(torch.autograd.Function):
 
 
 def _all_rows(rows: Tensor, gather: TokenGather) -> Tensor:
-    own = rows.unflatten(0, (gather.outer, gather.counts[gather.rank]))
-    return all_gather_rows(own, 1, gather.counts, gather.group).flatten(0, 1)
+    shapes = [(gather.outer * count, rows.shape[1]) for count in gather.counts]
+    return _join(gather, all_gather_each(rows, shapes, gather.group), 0)
 
 
 def own_sum(rows: Tensor, gather: TokenGather) -> Tensor:
     """The sum over ranks of all rows, for the rows of this rank."""
-    rows = rows.unflatten(0, (gather.outer, sum(gather.counts)))
-    return reduce_scatter_sum(rows, 1, gather.counts, gather.rank, gather.group).flatten(0, 1)
+    parts: Tensor | list[Tensor]
+    if len(set(gather.counts)) == 1:
+        parts = rows.unflatten(0, (gather.outer, len(gather.counts), gather.counts[0])).movedim(1, 0).flatten(1, 2)
+    else:
+        split = rows.unflatten(0, (gather.outer, sum(gather.counts))).split(list(gather.counts), 1)
+        parts = [part.flatten(0, 1) for part in split]
+    return reduce_scatter_sum(parts, gather.rank, gather.group)
 
 
 def gathered_rows(rows: Tensor, gather: TokenGather) -> Tensor:
@@ -130,23 +139,23 @@ def _to_send(pair: tuple[Tensor, Tensor], spec: QuantSpec, dim: int, source: Dim
     return parts
 
 
-def _shapes(spec: QuantSpec, dim: int, source: DimLayout, width: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The shapes and dtypes of the tensors of :func:`_to_send` on the rank with this layout."""
+def _shapes(spec: QuantSpec, dim: int, source: DimLayout, width: int) -> list[tuple[int, ...]]:
+    """The shapes of the tensors of :func:`_to_send` on the rank with this layout."""
 
     def oriented(tokens: int, others: int) -> tuple[int, int]:
         return (others, tokens) if dim else (tokens, others)
 
-    found: list[tuple[tuple[int, ...], torch.dtype]] = [(oriented(source.local_size, width), torch.uint8)]
+    found: list[tuple[int, ...]] = [oriented(source.local_size, width)]
     block = spec.block[dim]
     if block != -1:
         tokens = source.local_size if block == 1 else -(-source.aligned_size // block)
         across = spec.block[1 - dim]
         others = 1 if across == -1 else -(-width // across)
-        found.append((oriented(tokens, others), SCALE_FORMATS[spec.scale_format].dtype))
+        found.append(oriented(tokens, others))
     return found
 
 
-def _join_scales(parts: Sequence[Tensor], block: int, dim: int, gather: TokenGather) -> Tensor:
+def _join_scales(parts: Tensor | Sequence[Tensor], block: int, dim: int, gather: TokenGather) -> Tensor:
     if block == 1:
         return align(gather.target, _join(gather, parts, dim), dim)
     first: dict[int, int] = {}
@@ -163,13 +172,19 @@ def _join_scales(parts: Sequence[Tensor], block: int, dim: int, gather: TokenGat
 
 
 def _received(
-    parts: Sequence[Sequence[Tensor]], own_scale: Tensor, spec: QuantSpec, dim: int, gather: TokenGather, width: int
+    parts: Sequence[Tensor | Sequence[Tensor]],
+    own_scale: Tensor,
+    spec: QuantSpec,
+    dim: int,
+    gather: TokenGather,
+    width: int,
 ) -> tuple[Tensor, Tensor]:
-    codes = align(gather.target, _join(gather, [part[0] for part in parts], dim), dim)
+    """The operand of the tensors of :func:`_to_send` from all ranks."""
+    codes = align(gather.target, _join(gather, parts[0], dim), dim)
     qdata = codes.contiguous().view(FORMATS[spec.format].dtype)
     if spec.block[dim] == -1:
         return qdata, own_scale
-    joined = _join_scales([_bits(part[1]) for part in parts], spec.block[dim], dim, gather)
+    joined = _join_scales(parts[1], spec.block[dim], dim, gather)
     scale = empty_scale(qdata.shape, spec.block, spec.scale_format, qdata.device)
     return qdata, scale.copy_(joined.view(scale.dtype))
 
@@ -182,9 +197,9 @@ def is_own_transpose(spec: QuantSpec, spec_t: QuantSpec | None) -> bool:
 def quantize_and_gather(x: Tensor, specs: Specs, gather: TokenGather, k: DimLayout) -> tuple[Pair, Pair]:
     """Quantize this rank's tokens and gather all ranks' codes: the same bits as quantizing the gathered tensor.
 
-    One collective carries qdata and scales, ``M K`` bytes and the scales for ``output``. A transpose that is made from
-    codes is made of what arrived. One that is made from values takes as many bytes again, where the weight needs a
-    gradient. Tensorwise, one qdata serves both.
+    ``M K`` bytes of codes and their scales are sent for ``output``. A transpose that is made from codes is made of what
+    arrived. One that is made from values takes as many bytes again, where the weight needs a gradient. Tensorwise, one
+    qdata serves both.
 
     Args:
         x: ``[tokens, K]``, this rank's rows.
@@ -213,39 +228,20 @@ def _quantize_and_gather(
     specs = wanted[0][0], wanted[1][0]
     pairs = quantize_by_amaxes(x, *specs, global_amax(x, *specs, (source, k)))
     width = k.aligned_size
-    mine: list[Tensor] = []
-    shapes: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[] for _ in gather.sources]
-    for (s, dim), (qdata, scale) in zip(wanted, pairs, strict=True):
-        if s is not None and qdata is not None and scale is not None:
-            mine += _to_send((qdata, scale), s, dim, source)
-            for of_rank, layout in zip(shapes, gather.sources, strict=True):
-                of_rank += _shapes(s, dim, layout, width)
-    if not mine:
-        return NO_PAIR, NO_PAIR
-    sizes = [[_nbytes(shape, dtype) for shape, dtype in of_rank] for of_rank in shapes]
-    received = all_gather_bytes(mine, sizes, gather.group)
-    parts = [
-        [part.view(dtype).view(shape) for part, (shape, dtype) in zip(got, of_rank, strict=True)]
-        for got, of_rank in zip(received, shapes, strict=True)
-    ]
     found: list[Pair] = []
-    for (s, dim), (_, scale) in zip(wanted, pairs, strict=True):
-        if s is None or scale is None:
+    for (s, dim), (qdata, scale) in zip(wanted, pairs, strict=True):
+        if s is None or qdata is None or scale is None:
             found.append(NO_PAIR)
             continue
-        taken = 1 if s.block[dim] == -1 else 2
-        found.append(_received([p[:taken] for p in parts], scale, s, dim, gather, width))
-        parts = [p[taken:] for p in parts]
+        # Each part in a collective of its own: codes of equal numbers of tokens then arrive where they are read.
+        parts = [
+            all_gather_each(part, [_shapes(s, dim, layout, width)[i] for layout in gather.sources], gather.group)
+            for i, part in enumerate(_to_send((qdata, scale), s, dim, source))
+        ]
+        found.append(_received(parts, scale, s, dim, gather, width))
     if one_serves_both:
         qdata, scale = found[0]
         assert qdata is not None
         assert scale is not None
         found[1] = (qdata.t().contiguous(), scale.t().contiguous())
     return found[0], found[1]
-
-
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    size = dtype.itemsize
-    for n in shape:
-        size *= n
-    return size
