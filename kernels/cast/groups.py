@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from tritonfp8.kernels.cast.codes import amax_of_codes, values_by_scales, values_of_codes
 from tritonfp8.kernels.cast.group_rows import (
     Source,
     grad_of_gate,
@@ -14,14 +15,11 @@ from tritonfp8.kernels.cast.group_rows import (
 from tritonfp8.kernels.cast.quantize import (
     CastSide,
     Encoding,
-    amax_of_codes,
     given_amax,
     quantize_tile,
     spread_rows,
     store_tile,
     tile_index,
-    values_by_scales,
-    values_of_codes,
 )
 from tritonfp8.kernels.group_table import FIELDS, bounds_of
 from tritonfp8.kernels.numerics import (
@@ -178,8 +176,8 @@ def quantize_groups_kernel(
 ):  # fmt: skip
     """Quantize each group of rows of ``x``, its transpose, or both, in one pass over ``x``.
 
-    With CODES the transpose is quantized from the codes of the other result: from those that were just made; else from
-    ``x``, which has the codes, or values that codes are made of, with the scales at ``s_ptr``.
+    With CODES the transpose is quantized from the codes of the other result, which the tile has in registers. Without
+    NORMAL, ``x`` has these codes, or the values that they are made of, and the scales are at ``s_ptr``.
 
     All strides and blocks are in the coordinates of ``x``. With MATRICES each group has ``rows`` rows. Else the table
     of aligned tiles says which rows a tile has, and the transposed result is a tensor of groups of columns: tile t

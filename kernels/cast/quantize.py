@@ -63,7 +63,7 @@ def tile_index(tile, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl
 
 
 @triton.jit
-def _group_offsets(pid, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def group_offsets(pid, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Indices, among all blocks of a dim, of the blocks in tile ``pid``; 0 where the block is the whole dim."""
     if BLOCK == -1:
         return tl.arange(0, 1)
@@ -72,7 +72,7 @@ def _group_offsets(pid, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _spread(values, R: tl.constexpr):
+def spread(values, R: tl.constexpr):
     """``[rows, n]``: plain order -> spread order."""
     rows: tl.constexpr = values.shape[0]
     n: tl.constexpr = values.shape[1]
@@ -120,7 +120,7 @@ def _store(pointers, values, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _spread_amax(values, ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexpr):
+def spread_amax(values, ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexpr):
     """Maximum of each block of a spread tile. The result's rows are in spread order if ``ROWS`` is 1, else plain."""
     M: tl.constexpr = values.shape[0]
     N: tl.constexpr = values.shape[1]
@@ -151,8 +151,8 @@ def _columns_max(values, C: tl.constexpr):
 
 
 @triton.jit
-def _spread_scale(x, enc, ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexpr):
-    """Multiply a spread tile by the encode factors of its blocks, in the order of :func:`_spread_amax`."""
+def spread_scale(x, enc, ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexpr):
+    """Multiply a spread tile by the encode factors of its blocks, in the order of :func:`spread_amax`."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     C: tl.constexpr = N if COLS == -1 or COLS > N else COLS
@@ -180,8 +180,8 @@ def amax_kernel(
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     x, _ = _load_tile(x_ptr, rows, cols, M, N, stride_xm, stride_xn)
     values = block_amax(magnitude_bits(x.to(tl.float32)), ROWS, COLS)
-    group_m = _group_offsets(pid_m, TILE_M, ROWS)
-    group_n = _group_offsets(pid_n, TILE_N, COLS)
+    group_m = group_offsets(pid_m, TILE_M, ROWS)
+    group_n = group_offsets(pid_n, TILE_N, COLS)
     _store_blocks(amax_ptr, values, group_m, group_n, groups_m, groups_n, stride_am, stride_an)
 
 
@@ -285,23 +285,17 @@ def quantize_tile(
     if ENCODING.PARTS:
         bits = given_amax(x, pid_m, pid_n, side, ENCODING, R)
     else:
-        bits = amax_bits(_spread_amax(magnitudes(x), ENCODING.ROWS, ENCODING.COLS, R), x.dtype)
+        bits = amax_bits(spread_amax(magnitudes(x), ENCODING.ROWS, ENCODING.COLS, R), x.dtype)
     return store_tile(x, bits, pid_m, pid_n, is_first, M, N, side, ENCODING, TRANSPOSED, EVEN, R)
 
 
 @triton.jit
 def given_amax(x, pid_m, pid_n, side, ENCODING: tl.constexpr, R: tl.constexpr):
-    """amax bits of the blocks of a spread tile, which the side has, in the order of :func:`_spread_amax`."""
-    group_m = _group_offsets(pid_m, x.shape[0], ENCODING.ROWS)
-    group_n = _group_offsets(pid_n, x.shape[1], ENCODING.COLS)
+    """amax bits of the blocks of a spread tile, which the side has, in the order of :func:`spread_amax`."""
+    group_m = group_offsets(pid_m, x.shape[0], ENCODING.ROWS)
+    group_n = group_offsets(pid_n, x.shape[1], ENCODING.COLS)
     bits = _given_amax(side, group_m, group_n, x.dtype, ENCODING.PARTS)
-    return _spread(bits, R) if ENCODING.ROWS == 1 else bits
-
-
-@triton.jit
-def amax_of_codes(x, ENCODING: tl.constexpr, R: tl.constexpr):
-    """amax bits of the blocks of a spread tile of the values of codes."""
-    return _spread_amax(tl.abs(x), ENCODING.ROWS, ENCODING.COLS, R).to(tl.int32, bitcast=True)
+    return spread(bits, R) if ENCODING.ROWS == 1 else bits
 
 
 @triton.jit
@@ -314,10 +308,10 @@ def store_tile(
     COLS: tl.constexpr = ENCODING.COLS
     TILE_M: tl.constexpr = x.shape[0]
     TILE_N: tl.constexpr = x.shape[1]
-    group_m = _group_offsets(pid_m, TILE_M, ROWS)
-    group_n = _group_offsets(pid_n, TILE_N, COLS)
+    group_m = group_offsets(pid_m, TILE_M, ROWS)
+    group_n = group_offsets(pid_n, TILE_N, COLS)
     enc, scale = encode(bits, ENCODING.QMAX, ENCODING.EMAX, ENCODING.QMAX_MANTISSA, ENCODING.E8M0, ENCODING.POW2)
-    scaled = _spread_scale(x.to(tl.float32), enc, ROWS, COLS, R)
+    scaled = spread_scale(x.to(tl.float32), enc, ROWS, COLS, R)
     if not ENCODING.DIRECT_CAST:
         # A direct conversion saturates.
         scaled = round_to_format(saturate(scaled, ENCODING.QMAX), ENCODING.MANTISSA_BITS, ENCODING.EMIN)
@@ -338,41 +332,6 @@ def store_tile(
             side.s_ptr, in_order, group_m, group_n, side.groups_m, side.groups_n, side.stride_sm, side.stride_sn
         )
     return q, scale
-
-
-@triton.jit
-def values_of_codes(q, scale, ENCODING: tl.constexpr, R: tl.constexpr):
-    """A spread tile of codes times the scales of its blocks, float32."""
-    factors = decode_e8m0(scale) if ENCODING.E8M0 else scale
-    return _spread_scale(q.to(tl.float32), factors, ENCODING.ROWS, ENCODING.COLS, R)
-
-
-@triton.jit
-def values_by_scales(
-    x, pid_m, pid_n, side, ENCODING: tl.constexpr, CODES: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr
-):
-    """The values of a spread tile of codes, float32; without CODES ``x`` is quantized first, to DTYPE by the scales."""
-    group_m = _group_offsets(pid_m, x.shape[0], ENCODING.ROWS)
-    # A tile may be a part of its block.
-    group_n = (
-        pid_n * x.shape[1] // ENCODING.COLS + tl.arange(0, 1)
-        if x.shape[1] < ENCODING.COLS
-        else _group_offsets(pid_n, x.shape[1], ENCODING.COLS)
-    )
-    mask = (group_m < side.groups_m)[:, None] & (group_n < side.groups_n)[None, :]
-    offsets = group_m.to(tl.int64)[:, None] * side.stride_sm + group_n.to(tl.int64)[None, :] * side.stride_sn
-    # 1 beyond the edge, so that zeros there stay zeros.
-    scale = tl.load(side.s_ptr + offsets, mask=mask, other=127 if ENCODING.E8M0 else 1.0)
-    scale = _spread(scale, R) if ENCODING.ROWS == 1 else scale
-    if not CODES:
-        factors = decode_e8m0(scale) if ENCODING.E8M0 else scale
-        # Exact: the scales are powers of two.
-        enc = tl.div_rn(tl.full(factors.shape, 1.0, tl.float32), factors)
-        x = _spread_scale(x.to(tl.float32), enc, ENCODING.ROWS, ENCODING.COLS, R)
-        if not ENCODING.DIRECT_CAST:
-            x = round_to_format(saturate(x, ENCODING.QMAX), ENCODING.MANTISSA_BITS, ENCODING.EMIN)
-        x = x.to(DTYPE)
-    return values_of_codes(x, scale, ENCODING, R)
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.cast.quantize import CastSide, Encoding, load_masked, quantize_tile, values_of_codes
+from tritonfp8.kernels.cast.codes import values_of_codes
+from tritonfp8.kernels.cast.quantize import CastSide, Encoding, load_masked, quantize_tile
 from tritonfp8.kernels.names import DISABLE_LICM
 from tritonfp8.kernels.numerics import larger_or_nan, magnitudes, magnitudes_of_codes, reduce_max
 from tritonfp8.kernels.pdl import begin

@@ -56,7 +56,8 @@ def samples(device):
     *codes, amax = reference.quantize_with_amax(x, *ROW.args, *ROW.args, True)
     yield ops.quantize_with_amax, (x, *ROW.args, *ROW.args, True)
     yield ops.transpose_codes, (*codes, *ROW.args, *ROW.args, amax)
-    yield ops.quantize_weights, (x, [x[:40].contiguous()], *ROW.args)
+    yield ops.quantize_weights, (x, [x[:40].contiguous()], *ROW.args, [])
+    yield ops.quantize_weights, (x, [x[:40].contiguous()], *ROW.args, [codes[1], codes[1][:40]], *ROW.args)
     for part in (x, x.t(), x[:0], x[::2, 1:]):
         # No NaN: opcheck's comparison treats NaN as a difference.
         yield ops.transpose, (part.clamp(-448, 448).to(torch.float8_e4m3fn),)

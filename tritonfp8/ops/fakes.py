@@ -58,7 +58,7 @@ def transpose_group_codes(x: Tensor, scale: Tensor, offsets: Tensor, spec: str, 
     return quantize_groups(x, offsets, spec_t, True)
 
 
-def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Tensor]:
+def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str, *args: Any) -> list[Tensor]:
     return [tensor for each in (x, *others) for tensor in quantize(each, spec, True)]
 
 

@@ -114,7 +114,7 @@ _SHARDS = {
     ),
 }
 # Several weights in one op, of graphs: vmap does not see them.
-_LISTS = {"quantize_weights": Op("(Tensor x, Tensor[] others, str spec) -> Tensor[]")}
+_LISTS = {"quantize_weights": Op("(Tensor x, Tensor[] others, str spec, Tensor[] scales, str? codes=None) -> Tensor[]")}
 # Weights that are stored in 8 bits, stepped in place.
 _OPTIMIZERS = {
     "adamw_amax": Op(

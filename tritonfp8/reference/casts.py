@@ -197,9 +197,18 @@ def codes_by(x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     return codes.contiguous().view(fmt.dtype)
 
 
-def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Tensor]:
-    """``quantize(each, spec, transpose=True)`` of ``x`` and of each of ``others``: qdata, scale, qdata, scale, ..."""
-    return [tensor for each in (x, *others) for tensor in quantize(each, spec, transpose=True)]
+def quantize_weights(
+    x: Tensor, others: Sequence[Tensor], spec: str, scales: Sequence[Tensor], codes: str | None = None
+) -> list[Tensor]:
+    """``quantize(each, spec, transpose=True)`` of ``x`` and of each of ``others``: qdata, scale, qdata, scale, ...
+
+    With ``codes``, a spec, ``scales`` are of the codes that the matrices have by it, and each result is
+    ``transpose_codes(each, scale, codes, spec)``. Else ``scales`` is empty.
+    """
+    if codes is None:
+        return [tensor for each in (x, *others) for tensor in quantize(each, spec, transpose=True)]
+    pairs = zip((x, *others), scales, strict=True)
+    return [tensor for each, scale in pairs for tensor in transposed_codes(each, scale, codes, spec)]
 
 
 def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:

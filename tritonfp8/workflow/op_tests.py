@@ -127,7 +127,10 @@ def _casts() -> Iterator[OpCall]:
         yield OpCall("quantize_with_amax", (x, *spec.args, *spec.args))
     for spec in (ROW, VECTOR, MX):
         yield OpCall("transpose_codes", (*reference.quantize(x, *spec.args), *spec.args, *spec.args))
-    yield OpCall("quantize_weights", (x, [x[:40].contiguous()], *ROW.args))
+    both = x, x[:40].contiguous()
+    yield OpCall("quantize_weights", (both[0], [both[1]], *ROW.args, []))
+    scales = [reference.quantize(each, *ROW.args)[1] for each in both]
+    yield OpCall("quantize_weights", (both[0], [both[1]], *ROW.args, scales, *ROW.args))
     yield OpCall("transpose", (reference.quantize(x, *ROW.args)[0],))
     # Of two operands that are quantized by scales which may clip. Without scales, figures are NaN, which equal nothing.
     x, spec = _normal(2, 65, 70), QuantSpec("e4m3", BLOCK_1X32, "e8m0", "floor")

@@ -5,6 +5,7 @@ partial_maxima  the amax of blocks that span a whole dim
 lines           casts to scales of whole rows or columns that read each element once
 dense           casts of one tensor in one orientation
 both            casts of one tensor in both
+transposes      transposes of several matrices by two launches
 codes           transposes that are made from codes
 weights         casts of several weights in one launch
 groups          one pass over groups of rows, or over matrices
@@ -25,4 +26,5 @@ from tritonfp8.launch.casts.grouped import (
     swiglu_backward_amax,
     swiglu_backward_amax_,
 )
-from tritonfp8.launch.casts.weights import MOST_WEIGHTS, quantize_weights
+from tritonfp8.launch.casts.transposes import MOST_WEIGHTS
+from tritonfp8.launch.casts.weights import quantize_weights

@@ -9,6 +9,7 @@ from tritonfp8 import reference
 from tritonfp8.launch.casts.dense import new_side, transpose
 from tritonfp8.launch.casts.groups import Groups, of_empty_groups, plan_sides, side_of_matrices, side_of_tokens
 from tritonfp8.launch.casts.side import Side
+from tritonfp8.launch.casts.transposes import plan_transposes
 from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View
 from tritonfp8.specs import ROWWISE, QuantSpec, check_group_spec, check_transposable, moves_codes, spec_of
@@ -26,6 +27,10 @@ def _source(x: View, scale: View, spec: QuantSpec, grouped: bool) -> Side:
     return Side(x, (0, 0, 0), scale, (row, col, group), sizes, spec.block, spec)
 
 
+def _is_codes(x: View, spec: QuantSpec) -> bool:
+    return x.dtype == FORMATS[spec.format].dtype
+
+
 def plan_transpose_codes(
     plan: Planner, x: View, scale: View, amax: View | None, spec: str, spec_t: str
 ) -> list[View] | None:
@@ -34,6 +39,8 @@ def plan_transpose_codes(
     check_transposable(found, found_t)
     if not x.numel() or moves_codes(found, found_t) or x.strides[-1] != 1:
         return None
+    if x.ndim == 2 and amax is None and not _is_codes(x, found) and (found.block, found_t.block) == (ROWWISE, ROWWISE):
+        return plan_transposes(plan, [x], found_t, [scale], found)
     if x.ndim == 3:
         groups, n, k = x.shape
         if not x.is_contiguous():
@@ -66,7 +73,7 @@ def plan_transpose_group_codes(
 
 def _transposed(plan: Planner, of: Groups, source: Side, side: Side, outputs: list[View]) -> list[View] | None:
     """``outputs``, filled from codes or from the values that they were made of; None if no kernel finds the amaxes."""
-    is_codes = of.x.dtype == FORMATS[source.spec.format].dtype
+    is_codes = _is_codes(of.x, source.spec)
     has_rows = source.block == ROWWISE and source.scale.is_contiguous()
     if of.amax is None and -1 in side.block and not (is_codes and has_rows):
         return None

@@ -48,8 +48,7 @@ class WeightSource:
             finds = weight.is_contiguous()
         else:
             # In a graph the casts of small weights to their transposes become one op, which finds the amaxes.
-            compiling = torch.compiler.is_compiling() and codes is None
-            finds = not compiling or not may_batch(weight) or (spec and spec.block) == TENSORWISE
+            finds = not torch.compiler.is_compiling() or not may_batch(weight) or (spec and spec.block) == TENSORWISE
         return quantize_now(weight.detach(), spec, spec_t if finds else None, codes)
 
     def later(self, weight: Tensor, how: Later, grad_output: Tensor | None) -> Pair:
