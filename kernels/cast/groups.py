@@ -159,7 +159,7 @@ def group_swiglu_kernel(
 
 @triton.jit
 def quantize_groups_kernel(
-    x_ptr, picked_ptr, factors_ptr, table_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr,
+    x_ptr, picked_ptr, factors_ptr, table_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr, sums_ptr,
     blocks, entries, groups, rows, N, stride_xm, stride_xn,
     groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_sg, stride_am, stride_an, stride_ag,
     groups_tm, groups_tn, stride_qtm, stride_qtn, stride_qtg, stride_stm, stride_stn, stride_stg,
@@ -171,7 +171,7 @@ def quantize_groups_kernel(
     QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
     E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
     NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, MATRICES: tl.constexpr,
-    SOURCE: tl.constexpr, CODES: tl.constexpr, EVEN: tl.constexpr,
+    SOURCE: tl.constexpr, CODES: tl.constexpr, SUM: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize each group of rows of ``x``, its transpose, or both, in one pass over ``x``.
@@ -183,7 +183,7 @@ def quantize_groups_kernel(
     of aligned tiles says which rows a tile has, and the transposed result is a tensor of groups of columns: tile t
     writes its t-th TILE_M columns, zeros after the last token of a group. A block that does not fit in a tile takes its
     amax from ``amax_ptr``, by the strides of its group. EVEN: no tile reaches beyond the columns of ``x``, nor beyond
-    the rows of a matrix.
+    the rows of a matrix. SUM also writes ``sums_ptr [blocks, N]``, float32: the sum over the rows of a tile.
     """
     begin(DEPENDENT)
     source = Source(x_ptr, picked_ptr, factors_ptr, stride_xm, stride_xn)
@@ -208,6 +208,8 @@ def quantize_groups_kernel(
     if NORMAL:
         x = load_rows(source, start, count, within, cols, mask, SOURCE, WHOLE)
         q, scale = quantize_tile(x, place, pid_n, place == 0, count, N, side, encoding, False, WHOLE, R)
+        if SUM:
+            tl.store(sums_ptr + pid_m.to(tl.int64) * N + cols, tl.sum(x.to(tl.float32), 0), mask=cols < N)
     if TRANSPOSED:
         # Of groups of columns by their absolute place, whose alignment is known.
         place_t = place if MATRICES else start // TILE_M + group + place

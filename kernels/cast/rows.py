@@ -12,10 +12,10 @@ from tritonfp8.kernels.pdl import begin
 
 @triton.jit
 def quantize_rows_kernel(
-    x_ptr, q_ptr, s_ptr, col_ptr, rows, N, tiles, chunks, stride_part, stride_xm, stride_qm, stride_sm,
+    x_ptr, q_ptr, s_ptr, col_ptr, sums_ptr, rows, N, tiles, chunks, stride_part, stride_xm, stride_qm, stride_sm,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
-    DIRECT_CAST: tl.constexpr, CODES: tl.constexpr, EVEN: tl.constexpr,
+    DIRECT_CAST: tl.constexpr, CODES: tl.constexpr, SUM: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -23,6 +23,7 @@ def quantize_rows_kernel(
 
         col_ptr  [chunks, matrices, N]  magnitudes per column, over the rows of a program; with CODES of the codes'
                                         values, as bfloat16
+        sums_ptr [matrices, chunks, N]  with SUM: float32 sums of ``x`` over the rows of a program
 
     A program takes one of the ``chunks`` of a matrix: ``tiles`` tiles, one below the other. Each writes its own partial
     maxima, because programs end at the same time, and atomics on the same columns then wait for one another.
@@ -35,6 +36,8 @@ def quantize_rows_kernel(
         ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST
     )
     highest = tl.zeros((TILE_M, TILE_N), tl.float32 if CODES else col_ptr.dtype.element_ty)
+    if SUM:
+        total = tl.zeros((TILE_M, TILE_N), tl.float32)
     last = tl.minimum((chunk + 1) * tiles, tl.cdiv(rows, TILE_M))
     for tile in tl.range(chunk * tiles, last, num_stages=STAGES, disable_licm=DISABLE_LICM):
         within = tile * TILE_M + tl.arange(0, TILE_M)
@@ -43,6 +46,8 @@ def quantize_rows_kernel(
         x = load_masked(pointers, mask, EVEN)
         if not CODES:
             highest = tl.maximum(highest, magnitudes(x))
+        if SUM:
+            total += x.to(tl.float32)
         q, scale = quantize_tile(
             x, tile, 0, tile == 0, rows, N,
             CastSide(q_ptr + above.to(tl.int64) * stride_qm, s_ptr + above.to(tl.int64) * stride_sm, s_ptr,
@@ -55,3 +60,5 @@ def quantize_rows_kernel(
         highest = magnitudes_of_codes(highest)
     found = col_ptr + chunk.to(tl.int64) * stride_part + matrix.to(tl.int64) * N
     tl.store(found + cols, reduce_max(highest, 0), mask=cols < N)
+    if SUM:
+        tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * N + cols, tl.sum(total, 0), mask=cols < N)

@@ -60,7 +60,7 @@ ROOM_LINES = {
     "recipes": 580,  # transposed_from, and a backward that dequantizes
     "reference": 1210,  # transposes that are made from codes
     "tuning": 1515,  # tiles of transposes that are made from codes
-    "launch": 3930,  # transposes that are made from codes, also of several weights
+    "launch": 3960,  # transposes that are made from codes, also of several weights
     "ops": 1620,  # transpose_codes, and the rewrites of it
     "layers": 6640,  # operands from codes, a backward that dequantizes, experts of rows that travelled
     "functional": 380,

@@ -7,6 +7,7 @@ from test_casts import CASTS, check_spills, every_target, matrix
 from tritonfp8.launch import casts
 from tritonfp8.specs import BLOCK_1X32, empty_grouped_scale, empty_scale
 from tritonfp8.specs.formats import FORMATS
+from tritonfp8.tuning import cast_tiles
 
 POW2 = [spec for spec in CASTS if spec.scale_rounding == "pow2"]
 META = torch.device("meta")
@@ -39,6 +40,7 @@ def transpose(x, spec, source):
         "codes": lambda: casts.transpose_codes(q, scale, *args, amax),
         "values": lambda: casts.transpose_codes(x, scale, *args, amax),
         "both": lambda: casts.quantize_both(x, *args, True),
+        "sum": lambda: casts.quantize_both_sum(x, *args, True),
         "amax": lambda: casts.transpose_codes(q, scale, *args),
     }[source]
 
@@ -48,7 +50,8 @@ ROW, VECTOR, _, MX = POW2
 
 # The pass that makes the codes holds the code of the others: for Ada and Blackwell it is enough.
 @pytest.mark.parametrize(
-    ("source", "cc"), [*((source, 90) for source in ("codes", "values", "both", "amax")), ("both", 89), ("both", 100)]
+    ("source", "cc"),
+    [*((source, 90) for source in ("codes", "values", "both", "sum", "amax")), ("both", 89), ("both", 100)],
 )
 @pytest.mark.parametrize("spec", [ROW, VECTOR, MX], ids=str)
 def test_transposes_of_codes_compile_for_every_target(compiled, spec, source, cc):
@@ -74,3 +77,5 @@ def test_transposes_of_matrices_and_of_groups_compile(compiled, spec, cc):
 def test_amaxes_of_codes_compile_without_spills(compiled, columns):
     args = (*ROW.args, *ROW.args)
     check_spills(compiled(90, lambda: casts.quantize_with_amax(matrix(4096, columns), *args, True)))
+    if columns <= max(cast_tiles.ROWS_WITH_COLUMNS):
+        check_spills(compiled(90, lambda: casts.quantize_both_sum(matrix(4096, columns), *args, True)))

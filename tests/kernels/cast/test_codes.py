@@ -6,7 +6,7 @@ import torch
 from cases import MATRICES, banded, each_device, finite_patterns, normal, patterns, random_bits, with_specials
 
 from tritonfp8 import reference
-from tritonfp8.launch import casts
+from tritonfp8.launch import casts, executor
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
 from tritonfp8.specs.formats import FORMATS
 from tritonfp8.specs.testing import assert_bitwise_equal
@@ -136,6 +136,26 @@ def test_both_is_one_after_the_other(device, pair):
         *found, total = casts.quantize_both_sum(x, spec, spec_t, True)
         assert_bitwise_equal(found, expected)
         torch.testing.assert_close(total, x.sum(0), equal_nan=True)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that run."""
+    names, run = [], executor.run
+    monkeypatch.setattr(executor, "_plans", {})
+    monkeypatch.setattr(executor, "run", lambda kernel, *a, **o: names.append(kernel.__name__) or run(kernel, *a, **o))
+    return names
+
+
+@each_device
+@pytest.mark.parametrize("pair", [("e4m3", *pair) for pair in OF_RECIPES[:3]], ids=" ".join)
+def test_sums_are_found_in_the_pass_that_casts(device, pair, launched):
+    spec, spec_t = texts(pair)
+    for x in (normal(1100, 72, dtype=torch.bfloat16), normal(130, 128)):
+        launched.clear()
+        *_, total = casts.quantize_both_sum(x.to(device), spec, spec_t, True)
+        torch.testing.assert_close(total.cpu(), x.double().sum(0).to(x.dtype), rtol=2**-7, atol=1e-4)
+        assert launched.count("column_sums_kernel") == 1
 
 
 @each_device

@@ -35,11 +35,14 @@ def plan_quantize_both(plan: Planner, x: View, spec: str, spec_t: str, codes: bo
     """Outputs: qdata and scale of the matrix, then of its transpose."""
     if not x.numel():
         return None
-    return _plan_codes(plan, x, spec, spec_t) if codes else plan_both_sides(plan, x, spec, spec_t, False)[0]
+    found = _plan_codes(plan, x, spec, spec_t, False) if codes else plan_both_sides(plan, x, spec, spec_t, False)
+    return None if found is None else found[0]
 
 
-def _plan_codes(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
-    """Outputs of :func:`plan_quantize_both`, the transpose made from codes."""
+def _plan_codes(
+    plan: Planner, x: View, spec: str, spec_t: str, with_sums: bool
+) -> tuple[list[View], View | None] | None:
+    """Outputs of :func:`plan_both_sides`, the transpose made from codes."""
     found, found_t = spec_of(spec), spec_of(spec_t)
     if moves_codes(found, found_t) or x.strides[1] != 1:
         return None
@@ -47,14 +50,18 @@ def _plan_codes(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | 
         # A tile of one pass holds all blocks whole.
         side, *first = new_side(plan, x.shape, found, False)
         side_t, *second = new_side(plan, x.shape, found_t, True)
-        groups.plan_sides(plan, groups.Groups(x, 1, x.shape[0], None), side, side_t, codes=True)
-        return [*first, *second]
-    outputs = plan_quantize_with_amax(plan, x, spec, spec_t, True)
+        matrix = groups.Groups(x, 1, x.shape[0], None)
+        sums = groups.plan_sides(plan, matrix, side, side_t, codes=True, with_sums=with_sums)
+        return [*first, *second], sums
+    # Longer rows, which codes leave room for, have no registers for sums.
+    if with_sums and not (found.block == found_t.block == ROWWISE and can_plan_rows(x)):
+        return None
+    outputs, sums = _plan_with_amax(plan, x, spec, spec_t, True, with_sums) or (None, None)
     amax = None if outputs is None else outputs.pop()
     outputs = outputs or plan_quantize(plan, x, None, spec, False)
     assert outputs is not None
     transposes = plan_transpose_codes(plan, outputs[0], outputs[1], amax, spec, spec_t)
-    return None if transposes is None else [*outputs, *transposes]
+    return None if transposes is None else ([*outputs, *transposes], sums)
 
 
 def _both_of_codes(x: Tensor, spec: str, spec_t: str, codes: bool) -> tuple[Tensor, ...] | None:
@@ -70,9 +77,12 @@ quantize_both = launcher(plan_quantize_both, reference.quantize_both, _both_of_c
 def plan_quantize_both_sum(plan: Planner, x: View, spec: str, spec_t: str, codes: bool) -> list[View] | None:
     """Outputs: qdata and scale of the matrix, then of its transpose, and sums ``[n]``. None along columns."""
     # float64 is summed as float64, and cast by way of float32.
-    if codes or not x.numel() or reads_along_columns(x) or x.dtype == torch.float64:
+    if not x.numel() or reads_along_columns(x) or x.dtype == torch.float64:
         return None
-    outputs, parts = plan_both_sides(plan, x, spec, spec_t, True)
+    found = _plan_codes(plan, x, spec, spec_t, True) if codes else plan_both_sides(plan, x, spec, spec_t, True)
+    if found is None:
+        return None
+    outputs, parts = found
     assert parts is not None
     n = x.shape[1]
     sums = plan.empty((n,), x.dtype)
@@ -97,13 +107,22 @@ quantize_both_sum = launcher(plan_quantize_both_sum, reference.quantize_both_sum
 
 def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str, codes: bool) -> list[View] | None:
     """Outputs: qdata, scale, and the amaxes, float32."""
+    found = _plan_with_amax(plan, x, spec, spec_t, codes, False)
+    return None if found is None else found[0]
+
+
+def _plan_with_amax(
+    plan: Planner, x: View, spec: str, spec_t: str, codes: bool, with_sums: bool
+) -> tuple[list[View], View | None] | None:
+    """Outputs of :func:`plan_quantize_with_amax`; with sums, of a matrix that :func:`plan_rows` casts, the sums too."""
     found = spec_of(spec)
     blocks = (found.block, transposed(spec_of(spec_t).block))
     if not x.numel() or blocks not in ((TENSORWISE, TENSORWISE), (ROWWISE, COLUMNWISE)):
         return None
     if codes and (found.block == TENSORWISE or not can_plan_rows(x, True)):
-        return _plan_amax_of_codes(plan, x, found) if found.block == ROWWISE and x.strides[1] == 1 else None
+        return (_plan_amax_of_codes(plan, x, found), None) if found.block == ROWWISE and x.strides[1] == 1 else None
     side, qdata, scale = new_side(plan, x.shape, found, False)
+    sums = None
     along = x.t() if reads_along_columns(x) else x
     if found.block == TENSORWISE:
         amax = plan.empty((1, 1), torch.float32)
@@ -111,7 +130,7 @@ def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str, code
         bits = whole_dim_amax(plan, along, [TENSORWISE], True, True, amax)[TENSORWISE]
         plan_sides(plan, x, side.with_parts(bits), None)
     elif can_plan_rows(x, codes):
-        amax = plan_rows(plan, x, 1, found, qdata, scale, codes)
+        amax, sums = plan_rows(plan, x, 1, found, qdata, scale, codes, with_sums)
     else:
         m, n = x.shape
         maxima = plan.empty((1, m + n), torch.float32)
@@ -120,10 +139,10 @@ def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str, code
         of_rows, start = (of_lines[ROWWISE], m) if along is x else (of_lines[COLUMNWISE].transposed(1, 2), 0)
         plan_sides(plan, x, side.with_parts(of_rows), None)
         amax = maxima.strided((1, n), (n, 1), start)
-    return [qdata, scale, amax.strided((amax.shape[1], 1), (1, 1))]
+    return [qdata, scale, amax.strided((amax.shape[1], 1), (1, 1))], sums
 
 
-def _plan_amax_of_codes(plan: Planner, x: View, spec: QuantSpec) -> list[View] | None:
+def _plan_amax_of_codes(plan: Planner, x: View, spec: QuantSpec) -> list[View]:
     """Outputs of :func:`plan_quantize_with_amax` for long rows: the amaxes of columns are found in a second pass."""
     pair = plan_quantize(plan, x, None, *spec.args, False)
     assert pair is not None

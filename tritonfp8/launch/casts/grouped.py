@@ -265,7 +265,8 @@ def plan_quantize_matrices_with_amax(plan: Planner, x: View, spec: str, spec_t: 
     side, qdata, scale = side_of_matrices(plan, x.shape, found, False)
     if (block, block_t) == (ROWWISE, COLUMNWISE) and can_plan_rows(of.x, codes):
         rows = qdata.strided(of.x.shape, (k, 1)), scale.strided((groups * n, 1), (1, 1))
-        return [qdata, scale, plan_rows(plan, of.x, groups, found, *rows, codes).strided((groups, k, 1), (k, 1, 1))]
+        amax, _ = plan_rows(plan, of.x, groups, found, *rows, codes)
+        return [qdata, scale, amax.strided((groups, k, 1), (k, 1, 1))]
     if codes or (block, block_t) != (TENSORWISE, TENSORWISE):
         return None
     of = with_maxima(plan, of, of.table(plan), [TENSORWISE])

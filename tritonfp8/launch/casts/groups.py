@@ -241,9 +241,15 @@ def _with_amax(
 
 
 def plan_sides(
-    plan: Planner, of: Groups, side: Side | None, side_t: Side | None, codes: bool = False, read: Side | None = None
-) -> None:
-    """Fill one or two sides from the rows of ``of``.
+    plan: Planner,
+    of: Groups,
+    side: Side | None,
+    side_t: Side | None,
+    codes: bool = False,
+    read: Side | None = None,
+    with_sums: bool = False,
+) -> View | None:
+    """Fill one or two sides from the rows of ``of``; with sums return ``[parts, n]``, float32, partial sums of rows.
 
     Args:
         plan: takes the launches.
@@ -251,6 +257,7 @@ def plan_sides(
         side, side_t: the results, untransposed and transposed.
         codes: whether the second is made from the codes of the first.
         read: the scales of ``of``, if it has codes or values that codes are made of.
+        with_sums: of one matrix whose untransposed side is filled.
     """
     table = of.table(plan)
     of, (side, side_t) = _with_amax(plan, of, table, (side, side_t))
@@ -260,10 +267,11 @@ def plan_sides(
         tile = cast_tiles.of_codes(first.block, of.codes or "both")
     else:
         tile = cast_tiles.of_groups({first.block, second.block}, of.source == "scaled")
+    sums = plan.empty((of.blocks, n), torch.float32) if with_sums else None
     plan.launch(
         kernels.quantize_groups_kernel,
         of.blocks * -(-n // tile.n),
-        (*of.sources(), table[0], *first.pointers(), *second.pointers()),
+        (*of.sources(), table[0], *first.pointers(), *second.pointers(), of.x if sums is None else sums),
         (
             of.blocks, table[1], of.groups, of.rows, n, *of.x.strides,
             *first.scale_sizes, *first.q_strides[:2], *first.scale_strides, *first.amax_strides,
@@ -272,13 +280,14 @@ def plan_sides(
         {
             **side_constants(side or read, side_t), "NORMAL": side is not None,
             "DIRECT_CAST": plan.device.has_direct_cast, "MATRICES": of.is_matrices,
-            "SOURCE": of.source, "CODES": codes or read is not None,
+            "SOURCE": of.source, "CODES": codes or read is not None, "SUM": with_sums,
             "EVEN": n % tile.n == 0 and of.rows % tile.m == 0, **tile.stores(side_t is not None), "GROUP": tile.group,
         },
         **tile.options(),
     )  # fmt: skip
     if side is not None and not of.is_matrices:
         _plan_rest(plan, of, table, side)
+    return sums
 
 
 def _plan_rest(plan: Planner, of: Groups, table: tuple[View, int], side: Side) -> None:

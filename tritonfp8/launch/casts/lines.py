@@ -67,9 +67,20 @@ def can_plan_rows(x: View, codes: bool = False) -> bool:
 
 
 def plan_rows(
-    plan: Planner, x: View, matrices: int, spec: QuantSpec, qdata: View, scale: View, codes: bool = False
-) -> View:
-    """Fill the result; the amaxes of the columns of each matrix, float32 ``[matrices, n]``.
+    plan: Planner,
+    x: View,
+    matrices: int,
+    spec: QuantSpec,
+    qdata: View,
+    scale: View,
+    codes: bool = False,
+    with_sums: bool = False,
+) -> tuple[View, View | None]:
+    """Fill the result.
+
+    Returns:
+        The amaxes of the columns of each matrix, float32 ``[matrices, n]``. With sums ``[parts, n]``, float32, partial
+        sums of the rows of ``x``.
 
     Args:
         plan: takes the launch.
@@ -91,15 +102,17 @@ def plan_rows(
     # 16 bits hold the values of codes.
     measured = x._replace(dtype=torch.bfloat16) if codes else x
     maxima = PartialMaxima.allocate(plan, measured, 0, matrices * n, 0, chunks)
+    sums = plan.empty((matrices * chunks, n), torch.float32) if with_sums else None
     plan.launch(
         quantize_rows_kernel,
         matrices * chunks,
-        (x, qdata, scale, maxima.buffer),
+        (x, qdata, scale, maxima.buffer, x if sums is None else sums),
         (rows, n, tiles, chunks, maxima.lines, x.strides[0], qdata.strides[0], scale.strides[0]),
         {
             **kernel_constants(spec, ROWWISE),
             "DIRECT_CAST": plan.device.has_direct_cast,
             "CODES": codes,
+            "SUM": with_sums,
             "EVEN": rows % tile.m == 0 and n == tile.n,
             **tile.sizes(),
             "STAGES": cast_tiles.ROWS_STAGES,
@@ -108,4 +121,4 @@ def plan_rows(
     )
     amax = plan.empty((1, matrices * n), torch.float32)
     maxima.reduce(plan, amax)
-    return amax.strided((matrices, n), (n, 1))
+    return amax.strided((matrices, n), (n, 1)), sums
