@@ -54,13 +54,13 @@ def class_name_violations(modules):
 
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
-    "kernels": 4100,  # transposes that are made from codes, also of several weights
+    "kernels": 4180,  # transposes that are made from codes, also of several weights and of groups
     "compat": 1300,
     "specs": 1100,  # naming, from conversion; which transposes can be made from codes, and which stored codes have
     "recipes": 580,  # transposed_from, and a backward that dequantizes
     "reference": 1210,  # transposes that are made from codes
-    "tuning": 1515,  # tiles of transposes that are made from codes
-    "launch": 3960,  # transposes that are made from codes, also of several weights
+    "tuning": 1520,  # tiles of transposes that are made from codes
+    "launch": 4045,  # transposes that are made from codes, also of several weights and of groups
     "ops": 1620,  # transpose_codes, and the rewrites of it
     "layers": 6640,  # operands from codes, a backward that dequantizes, experts of rows that travelled
     "functional": 380,

@@ -130,6 +130,10 @@ LONG_ROWS_WITH_CODES = CastTile(1, 32768, 16, registers=128)
 # Warps of these programs on a multiprocessor, and the stages of their loads. Few programs have few partial maxima.
 ROWS_WARPS = 16
 ROWS_STAGES = 3
+# The same of groups of rows: programs, by how many run at once, so that a second round is not nearly empty; and the
+# reduce of their partial maxima.
+ROUNDS_OF_GROUP_ROWS = 2
+GROUP_MAXIMA = CastTile(256, 32, 4)
 # Of partial maxima of rows, or of rows and columns; only of columns; of the whole tensor.
 AMAX_OF_LINES = AmaxPass(CastTile(16, 512, 4), 8)
 AMAX_OF_SHORT_ROWS = AmaxPass(CastTile(32, 512, 8), 2)

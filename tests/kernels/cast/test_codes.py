@@ -164,19 +164,34 @@ def test_sums_are_found_in_the_pass_that_casts(device, pair, launched):
     [("e4m3", *pair) for pair in (*OF_RECIPES[:3], ("tensorwise", "tensorwise"), ("1x128", "rowwise"))]
     + [("e5m2", "rowwise", "rowwise")],
 )
-@pytest.mark.parametrize("source", ["rows", "picked", "swiglu"])
+@pytest.mark.parametrize("source", ["rows", "picked", "scaled", "swiglu"])
 def test_groups(device, pair, source):
     spec, spec_t = texts(pair)
     offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
     x = banded(270, 80, dtype=torch.bfloat16).to(device)
-    rows = torch.randperm(270, generator=torch.Generator().manual_seed(0)).to(device) if source == "picked" else None
-    args = (rows, None, source == "swiglu")
+    rows = torch.randperm(270, generator=torch.Generator().manual_seed(0)).to(device) if source[-1] == "d" else None
+    factors = normal(270, seed=1).to(device) if source == "scaled" else None
+    args = (rows, factors, source == "swiglu")
     first = reference.quantize_groups(x, offsets, spec, False, *args)
     second = list(reference.transpose_group_codes(*first, offsets, spec, spec_t))
     assert_bitwise_equal(list(casts.transpose_group_codes(*first, offsets, spec, spec_t)), second)
     assert_bitwise_equal(
         list(casts.quantize_groups_both(x, offsets, spec, spec_t, *args, None, True)), [*first, *second]
     )
+
+
+@each_device
+@pytest.mark.parametrize("ends", [(-5, 70, 3), (0, 0, 0), (128, 256, 290), (1, 2, 500), (290,)], ids=str)
+def test_the_cast_of_rows_of_groups_finds_the_amaxes_of_columns(device, ends, launched):
+    spec, spec_t = texts(("e4m3", "rowwise", "rowwise"))
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    odd = torch.cat([banded(140, 200), with_specials(normal(140, 200)), torch.full((10, 200), 1e-45)])
+    for x in (odd, banded(290, 72, dtype=torch.bfloat16), banded(290, 2100, dtype=torch.float16)):
+        launched.clear()
+        found = casts.quantize_groups_both(x.to(device), offsets, spec, spec_t, codes=True)
+        assert_bitwise_equal(found, reference.quantize_groups_both(x.to(device), offsets, spec, spec_t, codes=True))
+        kernels = ["row_tiles", "quantize_group_rows", "group_maxima", "quantize_groups"]
+        assert launched == [f"{name}_kernel" for name in kernels]
 
 
 @each_device

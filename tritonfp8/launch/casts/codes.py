@@ -61,14 +61,22 @@ def plan_transpose_group_codes(
     plan: Planner, x: View, scale: View, offsets: View, spec: str, spec_t: str
 ) -> list[View] | None:
     """Outputs: qdata, scale."""
-    found, found_t = spec_of(spec), spec_of(spec_t)
-    check_transposable(found, found_t)
+    found = spec_of(spec)
     check_group_spec(found, "rows")
-    if not x.numel() or moves_codes(found, found_t) or x.strides[-1] != 1 or not offsets.is_contiguous():
+    if not offsets.is_contiguous():
         return None
-    of = Groups(x, offsets.shape[0], 0, offsets)
-    side, *outputs = side_of_tokens(plan, of, found_t, True)
-    return _transposed(plan, of, _source(x, scale, found, True), side, outputs)
+    return plan_transpose_rows(plan, Groups(x, offsets.shape[0], 0, offsets), scale, found, spec_of(spec_t))
+
+
+def plan_transpose_rows(
+    plan: Planner, of: Groups, scale: View, spec: QuantSpec, spec_t: QuantSpec
+) -> list[View] | None:
+    """Outputs of :func:`plan_transpose_group_codes`, for groups whose amaxes may be known."""
+    check_transposable(spec, spec_t)
+    if not of.x.numel() or moves_codes(spec, spec_t) or of.x.strides[-1] != 1:
+        return None
+    side, *outputs = side_of_tokens(plan, of, spec_t, True)
+    return _transposed(plan, of, _source(of.x, scale, spec, True), side, outputs)
 
 
 def _transposed(plan: Planner, of: Groups, source: Side, side: Side, outputs: list[View]) -> list[View] | None:

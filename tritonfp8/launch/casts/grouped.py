@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.kernels.cast import groups as kernels
-from tritonfp8.launch.casts.codes import plan_transpose_group_codes, transpose_group_codes
+from tritonfp8.launch.casts.codes import plan_transpose_group_codes, plan_transpose_rows, transpose_group_codes
 from tritonfp8.launch.casts.dense import plan_quantize
 from tritonfp8.launch.casts.groups import (
     TILE,
@@ -20,12 +20,13 @@ from tritonfp8.launch.casts.groups import (
     side_of_tokens,
     with_maxima,
 )
-from tritonfp8.launch.casts.lines import can_plan_rows, plan_columns, plan_rows, run_together
+from tritonfp8.launch.casts.lines import can_plan_rows, plan_columns, plan_group_rows, plan_rows, run_together
 from tritonfp8.launch.casts.side import META
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.group_table import bounds_size
 from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View
+from tritonfp8.launch.rows import add_swiglu
 from tritonfp8.specs import (
     COLUMNWISE,
     ROWWISE,
@@ -141,9 +142,24 @@ def _plan_codes(plan: Planner, of: Groups, offsets: View, spec: str, spec_t: str
         side_t, qdata_t, scale_t = side_of_tokens(plan, of, found_t, True)
         plan_sides(plan, of, side, side_t, codes=True)
         return [qdata, scale, qdata_t, scale_t]
+    fit = of.x.strides[1] == 1 and cast_tiles.rows_with_columns(of.width, of.x.itemsize, True) is not None
+    if fit and found.block == found_t.block == ROWWISE:
+        return _plan_codes_of_rows(plan, of, found, found_t)
     first = plan_quantize_groups(plan, of.x, offsets, of.picked, of.factors, spec, False, of.swiglu)
     second = None if first is None else plan_transpose_group_codes(plan, first[0], first[1], offsets, spec, spec_t)
     return None if first is None or second is None else [*first, *second]
+
+
+def _plan_codes_of_rows(plan: Planner, of: Groups, spec: QuantSpec, spec_t: QuantSpec) -> list[View] | None:
+    """Outputs of :func:`_plan_codes` of rows that fit in a tile: their cast finds the amaxes of columns, too."""
+    if of.swiglu:
+        of = of.made(add_swiglu(plan, of.x, of.gate_up))
+    table = of.table(plan)
+    side, qdata, scale = side_of_tokens(plan, of, spec, False)
+    amax = plan_group_rows(plan, of, table, side)
+    of_codes = Groups(qdata, of.groups, 0, of.offsets, amax=amax, tiles=table)
+    transposes = plan_transpose_rows(plan, of_codes, scale, spec, spec_t)
+    return None if transposes is None else [qdata, scale, *transposes]
 
 
 def _both_of_codes(

@@ -50,6 +50,7 @@ class Groups(NamedTuple):
         amax: the amaxes of what is cast, if they are known.
         codes: ``"codes"`` if ``x`` has codes, whose values are cast; ``"cast"`` if it has the values of codes, which
             are made again. Codes with a scale a row have these as ``factors``.
+        tiles: the table of tiles, if it was made.
     """
 
     x: View
@@ -62,6 +63,7 @@ class Groups(NamedTuple):
     swiglu: bool = False
     amax: View | None = None
     codes: str = ""
+    tiles: tuple[View, int] | None = None
 
     @property
     def tokens(self) -> int:
@@ -105,8 +107,8 @@ class Groups(NamedTuple):
 
     def table(self, plan: Planner) -> tuple[View, int]:
         """The table of tiles and its entries; for matrices, which need none, anything."""
-        if self.offsets is None:
-            return self.x, 0
+        if self.tiles is not None or self.offsets is None:
+            return self.tiles or (self.x, 0)
         # Rows of a group are picked in the order of the tokens, so groups that take turns read the same tokens at the
         # same time, and the cache has most of them.
         in_turn = self.picked is not None

@@ -1,4 +1,4 @@
-"""Casts to scales of whole lines of matrices that read each element once: of columns; of rows, with columns' amaxes."""
+"""Casts to scales of whole lines that read each element once: of columns; of rows, with the amaxes of columns."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import torch
 import triton
 
 from tritonfp8.kernels.cast import columns as kernels
-from tritonfp8.kernels.cast.rows import quantize_rows_kernel
-from tritonfp8.launch.casts.partial_maxima import PartialMaxima
+from tritonfp8.kernels.cast import rows as row_kernels
+from tritonfp8.launch.casts.groups import Groups
+from tritonfp8.launch.casts.partial_maxima import PartialMaxima, magnitude_dtype
 from tritonfp8.launch.casts.side import Side
+from tritonfp8.launch.group_table import bounds_size
 from tritonfp8.launch.plan import Planner, View, kernel_constants
-from tritonfp8.specs import COLUMNWISE, ROWWISE, QuantSpec
+from tritonfp8.specs import COLUMNWISE, GROUP_ALIGNMENT, ROWWISE, QuantSpec
 from tritonfp8.tuning import cast_tiles
 
 TILE = cast_tiles.COLUMNS
@@ -104,7 +106,7 @@ def plan_rows(
     maxima = PartialMaxima.allocate(plan, measured, 0, matrices * n, 0, chunks)
     sums = plan.empty((matrices * chunks, n), torch.float32) if with_sums else None
     plan.launch(
-        quantize_rows_kernel,
+        row_kernels.quantize_rows_kernel,
         matrices * chunks,
         (x, qdata, scale, maxima.buffer, x if sums is None else sums),
         (rows, n, tiles, chunks, maxima.lines, x.strides[0], qdata.strides[0], scale.strides[0]),
@@ -122,3 +124,54 @@ def plan_rows(
     amax = plan.empty((1, matrices * n), torch.float32)
     maxima.reduce(plan, amax)
     return amax.strided((matrices, n), (n, 1)), sums
+
+
+def plan_group_rows(plan: Planner, of: Groups, table: tuple[View, int], side: Side) -> View:
+    """Fill a side whose scales are of rows; the amaxes of the columns of each group's codes, int32 ``[groups * n]``.
+
+    Args:
+        plan: takes the launches.
+        of: rows of groups; see :func:`can_plan_rows`.
+        table: of their tiles.
+        side: the result.
+    """
+    assert of.offsets is not None
+    n = of.width
+    tile = cast_tiles.rows_with_columns(n, of.x.itemsize, True)
+    assert tile is not None
+    programs = cast_tiles.ROUNDS_OF_GROUP_ROWS * plan.device.num_sms * cast_tiles.ROWS_WARPS // tile.warps
+    each = min(triton.next_power_of_2(triton.cdiv(programs, of.blocks)), GROUP_ALIGNMENT // tile.m)
+    qdata, scale, _ = side.pointers()
+    # 16 bits hold the values of codes.
+    parts = plan.empty((of.blocks * each, n), magnitude_dtype(torch.bfloat16))
+    plan.launch(
+        row_kernels.quantize_group_rows_kernel,
+        of.blocks * each,
+        (*of.sources(), table[0], qdata, scale, parts),
+        (of.blocks, table[1], n, *of.x.strides, side.q_strides[0], side.scale_strides[0]),
+        {
+            **kernel_constants(side.spec, ROWWISE),
+            "DIRECT_CAST": plan.device.has_direct_cast,
+            "SOURCE": of.source,
+            "EVEN": n == tile.n,
+            "ALIGNMENT": GROUP_ALIGNMENT,
+            "EACH": each,
+            **tile.sizes(),
+            "STAGES": cast_tiles.ROWS_STAGES,
+        },
+        **tile.options(),
+    )
+    amax = plan.empty((of.groups * n,), torch.int32)
+    final = cast_tiles.GROUP_MAXIMA
+    plan.launch(
+        row_kernels.group_maxima_kernel,
+        of.groups * -(-n // final.n),
+        (parts, of.offsets, amax),
+        (of.tokens, of.groups, n),
+        {
+            "ALIGNMENT": GROUP_ALIGNMENT, "EACH": each, "TILE_P": final.m, "TILE_N": final.n,
+            "SIZE": bounds_size(of.groups),
+        },
+        **final.options(),
+    )  # fmt: skip
+    return amax
