@@ -8,23 +8,23 @@ _EXPERTS = ("tests/distributed/expert_parallel/test_experts.py", "-k", "as_they_
 
 FAULTS = (
     (
-        "kernels/cast/quantize.py",
+        "kernels/cast/codes.py",
         "enc = tl.div_rn(tl.full(factors.shape, 1.0, tl.float32), factors)",
         "enc = tl.div_rn(tl.full(factors.shape, 2.0, tl.float32), factors)",
         "codes that are made again are shifted by one binade",
         _KERNELS,
     ),
     (
-        "kernels/cast/quantize.py",
-        "    scale = _spread(scale, R) if ENCODING.ROWS == 1 else scale\n    if not CODES:",
-        "    if not CODES:",
+        "kernels/cast/codes.py",
+        "    scale = spread(scale, R) if ENCODING.ROWS == 1 else scale\n",
+        "",
         "codes are moved by the scale of another block",
         _KERNELS,
     ),
     (
-        "kernels/cast/quantize.py",
-        "return _spread_scale(q.to(tl.float32), factors,",
-        "return _spread_scale(q.to(tl.float32).to(tl.bfloat16), factors.to(tl.float16).to(tl.float32),",
+        "kernels/cast/codes.py",
+        "return spread_scale(q.to(tl.float32), factors,",
+        "return spread_scale(q.to(tl.float32).to(tl.bfloat16), factors.to(tl.float16).to(tl.float32),",
         "a small scale is rounded before a code is moved",
         _KERNELS,
     ),
@@ -36,7 +36,7 @@ FAULTS = (
         _KERNELS,
     ),
     (
-        "kernels/cast/quantize.py",
+        "kernels/cast/codes.py",
         "mask=mask, other=127 if ENCODING.E8M0 else 1.0)",
         "mask=mask, other=0)",
         "what lies beyond the edge makes a block NaN",

@@ -49,8 +49,8 @@ FAULTS = (
     ),
     (
         "tritonfp8/ops/passes/batched_weights.py",
-        "    return spec, fake.dtype, fake.device",
-        "    return fake.dtype, fake.device",
+        "    return *specs, fake.dtype, fake.device",
+        "    return len(specs), fake.dtype, fake.device",
         "weights of a batch are cast by the spec of the first one",
         _PASSES,
     ),
