@@ -217,9 +217,9 @@ def gathers(mesh, name, needs_grad):
 )
 def test_tokens_are_sent_in_fp8(ranks, name, needs_grad, operands):
     """TransformerEngine gathers in high precision where blocks straddle ranks; here every recipe sends 8 bits."""
-    ((dtype, n),) = ranks.run(2, gathers, name, needs_grad)[0]
-    assert dtype == torch.uint8
-    assert operands * 128 * 256 <= n <= operands * 128 * 256 * 1.04
+    sent = ranks.run(2, gathers, name, needs_grad)[0]
+    assert sent.count((torch.uint8, 128 * 256)) == operands
+    assert sum(dtype.itemsize * n for dtype, n in sent) <= operands * 128 * 256 * 1.04
 
 
 def test_recipe_that_needs_the_input_in_high_precision_gathers_it_in_its_own_dtype(ranks):
