@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tritonfp8.kernels.cast.codes import values_of_codes
-from tritonfp8.kernels.cast.group_rows import Source, load_rows, rows_of
+from tritonfp8.kernels.cast.group_rows import Source, load_rows, rows_of, swiglu
 from tritonfp8.kernels.cast.quantize import CastSide, Encoding, load_masked, quantize_tile
 from tritonfp8.kernels.group_table import FIELDS, bounds_of
 from tritonfp8.kernels.names import DISABLE_LICM
@@ -84,7 +84,7 @@ def quantize_group_rows_kernel(
         parts_ptr  [blocks * EACH, N]  magnitudes as bfloat16, over the rows of a program
 
     A program takes one of the EACH parts of the ALIGNMENT rows of an aligned tile of the table. EVEN: a tile is as wide
-    as ``x``.
+    as the rows. SOURCE may be ``swiglu``, too: rows of ``x`` are then 2 N wide, and SwiGLU of them is quantized.
     """
     begin(DEPENDENT)
     source = Source(x_ptr, picked_ptr, factors_ptr, stride_xm, stride_xn)
@@ -109,7 +109,11 @@ def quantize_group_rows_kernel(
             mask = (within < count)[:, None]
             if not EVEN:
                 mask = mask & (cols < N)[None, :]
-            x = load_rows(source, start, count, within, cols, mask, SOURCE, False)
+            if SOURCE == "swiglu":
+                gate = load_rows(source, start, count, within, cols, mask, "rows", False)
+                x = swiglu(gate, load_rows(source, start, count, within, cols + N, mask, "rows", False))
+            else:
+                x = load_rows(source, start, count, within, cols, mask, SOURCE, False)
             q, scale = quantize_tile(x, rows, 0, rows == 0, count, N, side, encoding, False, False, 1)
             highest = larger_or_nan(highest, tl.abs(values_of_codes(q, scale, encoding, 1)))
         if tile < blocks:

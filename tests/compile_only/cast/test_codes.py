@@ -79,5 +79,7 @@ def test_amaxes_of_codes_compile_without_spills(compiled, columns):
     check_spills(compiled(90, lambda: casts.quantize_with_amax(matrix(4096, columns), *args, True)))
     offsets = torch.empty(8, dtype=torch.int32, device=META)
     check_spills(compiled(90, lambda: casts.quantize_groups_both(matrix(4096, columns), offsets, *args, codes=True)))
+    gate_up = matrix(4096, 2 * columns)
     if columns <= max(cast_tiles.ROWS_WITH_COLUMNS):
+        check_spills(compiled(90, lambda: casts.quantize_groups_both(gate_up, offsets, *args, swiglu=True, codes=True)))
         check_spills(compiled(90, lambda: casts.quantize_both_sum(matrix(4096, columns), *args, True)))

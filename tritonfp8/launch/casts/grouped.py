@@ -26,7 +26,6 @@ from tritonfp8.launch.executor import planned
 from tritonfp8.launch.group_table import bounds_size
 from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View
-from tritonfp8.launch.rows import add_swiglu
 from tritonfp8.specs import (
     COLUMNWISE,
     ROWWISE,
@@ -152,8 +151,6 @@ def _plan_codes(plan: Planner, of: Groups, offsets: View, spec: str, spec_t: str
 
 def _plan_codes_of_rows(plan: Planner, of: Groups, spec: QuantSpec, spec_t: QuantSpec) -> list[View] | None:
     """Outputs of :func:`_plan_codes` of rows that fit in a tile: their cast finds the amaxes of columns, too."""
-    if of.swiglu:
-        of = of.made(add_swiglu(plan, of.x, of.gate_up))
     table = of.table(plan)
     side, qdata, scale = side_of_tokens(plan, of, spec, False)
     amax = plan_group_rows(plan, of, table, side)

@@ -152,7 +152,7 @@ def plan_group_rows(plan: Planner, of: Groups, table: tuple[View, int], side: Si
         {
             **kernel_constants(side.spec, ROWWISE),
             "DIRECT_CAST": plan.device.has_direct_cast,
-            "SOURCE": of.source,
+            "SOURCE": "swiglu" if of.swiglu else of.source,
             "EVEN": n == tile.n,
             "ALIGNMENT": GROUP_ALIGNMENT,
             "EACH": each,
