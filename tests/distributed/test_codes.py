@@ -6,7 +6,7 @@ import covering
 import fsdp_tp_cases
 import pytest
 import torch
-from cases import normal
+from cases import CODES, normal
 from fsdp_cases import BFLOAT16, Setup, both_operands, build, compare_operands, step_of, tokens_of, train
 from fsdp_models import Linears, initialize
 from torch.distributed.fsdp import fully_shard
@@ -23,9 +23,7 @@ from tritonfp8.functional import linear
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(2)]
 
-NAMES = ["rowwise", "blockwise", "mxfp8"]
-CODES = {name: recipes.get(name, transposed_from="codes") for name in NAMES}
-EXACT = {name: recipes.get(name, backward="dequantized") for name in NAMES}
+EXACT = {name: recipes.get(name, backward="dequantized") for name in CODES}
 each_codes = pytest.mark.parametrize("how", CODES.values(), ids=CODES)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 # Of the input, the weight and the bias, and of the output.
@@ -89,10 +87,19 @@ def test_the_gather_of_fsdp2_brings_the_operands_of_the_whole_weight(ranks, how,
     assert ranks.run(world, compare_operands, how, shapes, reshard, world == 2) == [([], len(shapes))] * world
 
 
+OPTIONS = {
+    "eager": {"reshard": False},
+    "compiled": {"reshard": False, "compile": "block"},
+    "recompute": {"recompute": "yes"},
+    "selective recompute": {"recompute": "selective"},
+    "accumulated": {"accumulate": 2},
+}
+
+
 @each_codes
-@pytest.mark.parametrize("compile", ["", "block"])
-def test_losses_with_the_gather_equal_those_without(ranks, how, compile):
-    setup = Setup(how, reshard=False, compile=compile)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_losses_with_the_gather_equal_those_without(ranks, how, options):
+    setup = Setup(how, **options)
     on, off = (ranks.run(2, train, replace(setup, enabled=enabled), 2) for enabled in (True, False))
     assert on == off
 

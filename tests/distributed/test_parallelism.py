@@ -3,7 +3,7 @@
 import covering
 import pytest
 import stored_cases
-from cases import QUANTIZED, each_recipe
+from cases import CODES, QUANTIZED, each_recipe, named
 from fsdp_cases import Setup, load, save, train
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -32,7 +32,7 @@ def trained_with_and_without(ranks, world, recipe, **options):
     return on
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("recipe", [*QUANTIZED, *CODES.values()], ids=named)
 def test_hsdp(ranks, recipe):
     assert len({digest for _, digest in trained_with_and_without(ranks, 4, recipe, copies=2)}) == 1
 

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 import torch
-from cases import QUANTIZED, each_recipe
+from cases import CODES, QUANTIZED, each_recipe_and_codes, named
 from fsdp_cases import BFLOAT16, bytes_of, same_as_without
 from fsdp_models import VOCABULARY, Stage, initialize, loss_of
 from process_group import made_mesh
@@ -102,7 +102,7 @@ def check_equal_to_one_process(ranks):
     return check
 
 
-@each_recipe
+@each_recipe_and_codes
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages(check_equal_to_one_process, schedule, recipe):
     check_equal_to_one_process(2, recipe, schedule=schedule)
@@ -113,7 +113,7 @@ def test_four_stages(check_equal_to_one_process, schedule):
     check_equal_to_one_process(4, "rowwise", schedule=schedule)
 
 
-@each_recipe
+@each_recipe_and_codes
 def test_weights_quantized_once_for_all_micro_batches(check_equal_to_one_process, recipe):
     check_equal_to_one_process(2, recipe, schedule="1f1b", held=True)
 
@@ -132,7 +132,11 @@ def pipelined_shards(mesh, recipe, schedule, enabled):
 
 
 # A schedule orders the micro-batches. Recipes differ there only in whether scales are gathered.
-@pytest.mark.parametrize(("schedule", "recipe"), [*(("1f1b", name) for name in QUANTIZED), ("gpipe", "rowwise")])
+@pytest.mark.parametrize(
+    ("schedule", "recipe"),
+    [*(("1f1b", recipe) for recipe in (*QUANTIZED, *CODES.values())), ("gpipe", "rowwise")],
+    ids=named,
+)
 def test_fp8_all_gather_inside_stages_changes_no_bit(ranks, schedule, recipe):
     on, _ = same_as_without(ranks, 4, pipelined_shards, recipe, schedule)
     assert on[2][0] != on[3][0] != [[], []]

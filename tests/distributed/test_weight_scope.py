@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from cases import QUANTIZED
+from cases import CODES, QUANTIZED
 from cast_counts import Casts
 from fsdp_cases import Setup, build, digest, tokens_of
 from mlp import MLP
@@ -43,7 +43,9 @@ SHARDED = {
     "FSDP2 hp": {"recipe": "rowwise_hp_grad_weight"},
     "FSDP2 blockwise": {"recipe": "blockwise"},
     "together": {"recipe": "tensorwise", "reshard": False},
+    "FSDP2 codes": {"recipe": CODES["rowwise"]},
     "HSDP": {"recipe": "mxfp8", "copies": 2},
+    "HSDP codes": {"recipe": CODES["mxfp8"], "copies": 2},
 }
 
 

@@ -16,6 +16,15 @@ from tritonfp8.specs import BLOCKS
 
 # The names of recipes that quantize.
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
+# Recipes whose transposes are made from codes, by the name of the recipe.
+CODES = {name: recipes.get(name, transposed_from="codes") for name in ("rowwise", "blockwise", "mxfp8")}
+
+
+def named(recipe):
+    """The id of a recipe that is given by name or as a Recipe."""
+    return getattr(recipe, "name", recipe)
+
+
 # Each with one dtype, so that each format, block and rounding of scales occurs with both.
 SPEC_AND_DTYPE = [
     (spec, (torch.bfloat16, torch.float16)[(i + (spec.format == "e5m2")) % 2]) for i, spec in enumerate(SPECS)
@@ -41,6 +50,7 @@ INTERPRETER = pytest.param(
 )
 CUDA = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
 
+each_recipe_and_codes = pytest.mark.parametrize("recipe", [*recipes.names(), *CODES.values()], ids=named)
 each_recipe = pytest.mark.parametrize("recipe", recipes.names())
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 each_block = pytest.mark.parametrize("spec", SPEC_OF_BLOCK, ids=lambda spec: BLOCKS[spec.block].name)

@@ -5,10 +5,9 @@ import functools
 import expert_cases
 import pytest
 import torch
-from cases import SPECS, banded, each_recipe
+from cases import CODES, SPECS, banded, each_recipe
 
 import tritonfp8
-from tritonfp8 import recipes
 from tritonfp8.distributed.expert_parallel import payload_of
 from tritonfp8.specs import BLOCK_1X32, ROWWISE, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal
@@ -99,7 +98,6 @@ def test_rows_in_8_bits(ranks, recipe, dtype):
     assert worst["down_proj_bias"] > 0, "this test can fail: the payload is rounded"
 
 
-CODES = {name: recipes.get(name, transposed_from="codes") for name in ("rowwise", "blockwise", "mxfp8")}
 each_codes = pytest.mark.parametrize("recipe", CODES.values(), ids=CODES)
 WAYS = {
     "even": {"tokens": (40, 40, 40, 40)},

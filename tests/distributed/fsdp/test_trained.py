@@ -6,17 +6,20 @@ import covering
 import pytest
 import torch
 import trained_cases
-from cases import QUANTIZED
+from cases import CODES, QUANTIZED, named
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(6)]
 
 
 WORLDS = {"fsdp2": 4, "fsdp2_kept": 2, "hsdp": 4, "ddp": 2, "tp_fsdp2": 4, "tp": 2}
 # Shards of FSDP2 cut the blocks of each recipe. The other layouts have its shards, or whole weights.
-LAYOUTS = [*(("fsdp2", name) for name in QUANTIZED), *covering.each(["fsdp2_kept", "hsdp", "ddp"], QUANTIZED)]
+LAYOUTS = [
+    *(("fsdp2", recipe) for recipe in (*QUANTIZED, *CODES.values())),
+    *covering.each(["fsdp2_kept", "hsdp", "ddp"], QUANTIZED),
+]
 
 
-@pytest.mark.parametrize(("layout", "recipe"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "recipe"), LAYOUTS, ids=named)
 def test_the_bits_of_one_rank(ranks, layout, recipe):
     world = WORLDS[layout]
     assert all(ranks.run(world, trained_cases.compares, recipe=recipe, layout=layout))

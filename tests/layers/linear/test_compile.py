@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from cases import SPECS, banded, cpu_and_cuda, llama, normal, recorded_casts, tokens, with_gradients, with_head
+from cases import (
+    CODES,
+    SPECS,
+    banded,
+    cpu_and_cuda,
+    llama,
+    named,
+    normal,
+    recorded_casts,
+    tokens,
+    with_gradients,
+    with_head,
+)
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -263,7 +275,7 @@ def test_autocast_inside_the_graph():
     assert graphs.frame_count == 1
 
 
-@each_recipe
+@pytest.mark.parametrize("name", [*recipes.names(), *CODES.values()], ids=named)
 def test_activation_checkpointing_inside_the_graph(name):
     model = nn.Sequential(nn.Linear(70, 40), nn.Tanh(), nn.Linear(40, 20)).bfloat16()
     convert(model, name)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import cpu_and_cuda, normal, with_gradients
+from cases import CODES, cpu_and_cuda, named, normal, with_gradients
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tritonfp8
@@ -230,7 +230,7 @@ def selective():
 
 class TestCheckpointing:
     @cpu_and_cuda
-    @each_recipe
+    @pytest.mark.parametrize("name", [*recipes.names(), *CODES.values()], ids=named)
     @pytest.mark.parametrize(
         ("options", "products"),
         [
