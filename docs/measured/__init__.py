@@ -1,10 +1,10 @@
 """The tables of what was measured, from the data in bench/results, and README's figure."""
 
-from docs.measured import decision, limits, results, training
+from docs.measured import decision, limits, results, training, transposes
 
 TABLES = {
     **decision.TABLES,
-    **{f"results {name}": make for name, make in {**results.TABLES, **limits.TABLES, **training.TABLES}.items()},
+    **{f"results {name}": make for of in (results, limits, training, transposes) for name, make in of.TABLES.items()},
 }
 """The function that makes each block, by the block's name."""
 picture = results.picture
