@@ -151,6 +151,7 @@ WITH_TENSOR_PARALLELISM = {
     "one rank of FSDP2": {"sizes": (1, 4)},
     "DTensor outputs": {"local": False},
     "frozen": {"frozen": "gate"},
+    "evaluated": {"evaluates": True},
     "accumulated, quantized once": {"micro": 2, "once": True},
 }
 # Options that change no bit of the run without the 8-bit gather on a CPU.

@@ -86,6 +86,7 @@ OPTIONS = {
     "no reshard": {"reshard": False},
     "converted last": {"first": False},
     "recompute": {"recompute": "yes"},
+    "evaluated": {"evaluates": True},
     "one rank of FSDP2": {"sizes": (1, 4)},
 }
 
@@ -98,6 +99,7 @@ CASES = [
     ("DTensor outputs", "blockwise"),
     ("converted last", "rowwise"),
     ("recompute", "rowwise"),
+    ("evaluated", "rowwise"),
     ("one rank of FSDP2", "blockwise"),
 ]
 

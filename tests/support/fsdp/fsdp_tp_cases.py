@@ -80,12 +80,20 @@ def tokens_of(step, dp, batch=4, length=7):
     return every.chunk(dp.size())[index]
 
 
-def train(world_mesh, sizes, recipe, enabled, steps, micro=1, once=False, scaling="global", **options):
-    """Losses of each micro-batch, summed over the ranks, and a hash of all bits of this rank's shards."""
+def train(
+    world_mesh, sizes, recipe, enabled, steps, micro=1, once=False, scaling="global", evaluates=False, **options
+):  # fmt: skip
+    """Losses of each micro-batch, summed over the ranks, and a hash of all bits of this rank's shards.
+
+    ``evaluates``: in inference mode between steps, which adds a loss.
+    """
     model, dp = build(world_mesh, sizes, recipe, enabled, **options)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     losses = []
     for number in range(steps):
+        if evaluates and number:
+            with torch.inference_mode():
+                losses.append(model(tokens_of(0, dp)).item())
         kept = tritonfp8.quantize_weights_once(model) if once else nullcontext()
         with scales(scaling), kept:
             for i in range(micro):

@@ -15,7 +15,7 @@ from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, GatheredBytes, Ma
 from tritonfp8.distributed.fsdp.orientations import WeightOrientation
 from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
 from tritonfp8.distributed.torch_private import disable_dynamo
-from tritonfp8.layers.stored import CodesTensor
+from tritonfp8.layers.stored import CodesTensor, decomposed
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, empty_scale, spec_of
 
@@ -257,6 +257,8 @@ class GatheredWeight(CodesTensor):
                 return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **asked})
             if func in (ops.weight_operand, ops.matrices_operand):
                 return weight.operand(spec_of(args[1]), args[2], True, *args[3:])
+        if (found := decomposed(func, args, given)) is not NotImplemented:
+            return found
         raise _refused(str(func), weight is not None and weight.ndim == 3)
 
     def _refusal(self, what: str) -> NotImplementedError:  # type: ignore[override]

@@ -15,7 +15,7 @@
 Exports the tensor type, its maker, and what ``convert``, ``swap_recipe`` and ``revert`` call.
 """
 
-from tritonfp8.layers.stored.base import DTYPES, CodesTensor, replacing
+from tritonfp8.layers.stored.base import DTYPES, CodesTensor, decomposed, replacing
 from tritonfp8.layers.stored.direct import DirectSteps, direct_steps
 from tritonfp8.layers.stored.matrices import MatricesShard, StoredMatrices
 from tritonfp8.layers.stored.replace import (

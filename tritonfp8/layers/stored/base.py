@@ -19,6 +19,14 @@ DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
 
 
+def decomposed(func: Any, args: Any, options: Any) -> Any:
+    """The result of an op that torch decomposes before it comes to a tensor type, but not in inference mode.
+
+    NotImplemented for other ops. ``DTensor.to_local()`` calls such an op.
+    """
+    return func.decompose(*args, **options) if torch.is_inference_mode_enabled() else NotImplemented
+
+
 class _Made(torch_private.TensorType):
     """Lets other programs make a Parameter of the type of one that they have: ``type(p)(x, requires_grad=...)``."""
 

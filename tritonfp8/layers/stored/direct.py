@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tritonfp8 import ops
 from tritonfp8.compat import torch_private
 from tritonfp8.layers import refuse_codes
-from tritonfp8.layers.stored.base import CodesTensor
+from tritonfp8.layers.stored.base import CodesTensor, decomposed
 
 aten = torch.ops.aten
 OVERWRITES = {
@@ -269,6 +269,8 @@ def on_values(func: Any, args: Any, options: Any) -> Any:
     """
     if func is aten.detach_.default:
         return args[0]
+    if (found := decomposed(func, args, options)) is not NotImplemented:
+        return found
     if func is ops.without_backward:
         # It ties a result to what it was computed from, and reads nothing of that.
         plain = [x for x in args if x is not None and not isinstance(x, CodesTensor)]
