@@ -58,6 +58,21 @@ def test_tokens_are_sent_once_for_both_gemms(ranks, how):
     assert sum(dtype.itemsize * n for dtype, n in sent) <= 0.52 * 2 * 128 * 256
 
 
+def ops_of_colwise(mesh, how):
+    """Our ops in forward and backward of a layer whose weight is sharded by out features."""
+    x, w = on_mesh(normal(64, 96), mesh, [R]), on_mesh(normal(128, 96, seed=1), mesh, [S0])
+    with Recorder() as seen:
+        linear(x, w, None, how).to_local().sum().backward()
+    return seen.ops
+
+
+def test_the_cast_of_a_shard_finds_the_amaxes_of_its_transpose(ranks):
+    """Values of codes in float32 would be four times as large as the codes."""
+    found = ranks.run(2, ops_of_colwise, CODES["rowwise"])[0]
+    assert "quantize_with_amax" in found
+    assert "dequantize" not in found
+
+
 def gathers_of_backward(mesh, how):
     """All-gathers of the backward of a layer whose output [2 x 128, 256] is scattered: (dtype, elements)."""
     x = on_mesh(normal(256, 64).bfloat16(), mesh, [S1])

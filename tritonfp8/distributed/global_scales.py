@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_reduce
 from tritonfp8.distributed.shard_layout import DimLayout, is_split, local_blocks, split_blocks
-from tritonfp8.layers.linear import NO_PAIR, Amaxes, Pair, Specs, quantize_for
+from tritonfp8.layers.linear import NO_PAIR, Amaxes, Pair, Specs, found_together, quantize_for, quantize_now
 from tritonfp8.specs import QuantSpec, transposed
 
 
@@ -146,18 +146,39 @@ def quantize_shard(x: Tensor, specs: Specs, layouts: tuple[DimLayout, DimLayout]
     spec, spec_t, codes = specs
     if codes is None or spec_t is None:
         return quantize_by_amaxes(x, spec, spec_t, global_amax(x, spec, spec_t, layouts))
-    split = (is_split(layouts[i], s.block[i ^ swap]) for s, swap in ((codes, 0), (spec_t, 1)) for i in (0, 1))
-    if not any(split):
+    if not _spans_ranks(codes, False, layouts) and not _spans_ranks(spec_t, True, layouts):
         return quantize_for(x, spec, spec_t, codes)
-    pair, _ = quantize_by_amaxes(x, codes, None, global_amax(x, codes, None, layouts))
-    amax_t = amax_of_codes(pair, codes, spec_t, layouts)
+    pair, amax_t = quantize_codes(x, codes, spec_t, layouts)
     return NO_PAIR if spec is None else pair, ops.transpose_codes(*pair, *codes.args, *spec_t.args, amax_t)
+
+
+def _spans_ranks(spec: QuantSpec, transpose: bool, layouts: tuple[DimLayout, DimLayout]) -> bool:
+    """Whether some block of a matrix, or of its transpose, lies on more than one rank."""
+    return any(is_split(layouts[i], spec.block[i ^ transpose]) for i in (0, 1))
+
+
+def quantize_codes(
+    x: Tensor, spec: QuantSpec, spec_t: QuantSpec, layouts: tuple[DimLayout, DimLayout]
+) -> tuple[Pair, Tensor | None]:
+    """``(qdata, scale)`` of a shard, and the amaxes by which its transpose is made from these codes.
+
+    The amaxes are float32, of the global blocks; None where each block lies on one rank, unless the cast finds them.
+    """
+    if not _spans_ranks(spec, False, layouts) and found_together(spec, spec_t):
+        pair, amax_t = quantize_now(x, spec, spec_t, spec)
+        if amax_t is None or not _spans_ranks(spec_t, True, layouts):
+            return pair, amax_t
+        bits = amax_t.t().contiguous().view(torch.int32)
+        (grid,) = reduce_grids([Grid(bits, (spec_t.block[1], spec_t.block[0]), layouts)])
+        return pair, grid.bits.view(torch.float32).t().contiguous()
+    pair, _ = quantize_by_amaxes(x, spec, None, global_amax(x, spec, None, layouts))
+    return pair, amax_of_codes(pair, spec, spec_t, layouts)
 
 
 def amax_of_codes(
     pair: Pair, spec: QuantSpec, spec_t: QuantSpec, layouts: tuple[DimLayout, DimLayout]
 ) -> Tensor | None:
     """:func:`global_amax` of the transpose of a shard's codes ``pair``, which lie as ``layouts`` says."""
-    if not any(is_split(layouts[i], spec_t.block[1 - i]) for i in (0, 1)):
+    if not _spans_ranks(spec_t, True, layouts):
         return None
     return global_amax(ops.dequantize(*pair, *spec.args, torch.float32), None, spec_t, layouts)[1]

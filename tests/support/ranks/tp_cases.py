@@ -92,15 +92,17 @@ def check_layer(mesh, names, lead, n, k, placements, grid=None):
 
 
 class Recorder(TorchDispatchMode):
-    """Records the results of casts and the data of collectives, in order."""
+    """Records the results of casts, the data of collectives, and the names of our ops, in order."""
 
     def __init__(self):
         super().__init__()
-        self.casts, self.sent = [], []
+        self.casts, self.sent, self.ops = [], [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = str(func)
+        if func.namespace == "tritonfp8":
+            self.ops.append(name.split(".")[1])
         if name.startswith(("tritonfp8.quantize.", "tritonfp8.quantize_both")):
             self.casts.append((tuple(args[0].shape), [t.clone() for t in out[:4]]))
         if func.namespace == "_c10d_functional" and isinstance(args[0], torch.Tensor) and "wait" not in name:

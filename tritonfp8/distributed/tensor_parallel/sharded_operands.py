@@ -16,6 +16,7 @@ from tritonfp8.distributed.global_scales import (
     amax_of_codes,
     global_amax,
     quantize_by_amaxes,
+    quantize_codes,
     quantize_shard,
 )
 from tritonfp8.distributed.shard_layout import DimLayout, align, is_split, unalign
@@ -114,8 +115,8 @@ class ShardedWeight(WeightSource):
         """
         spec, spec_t, codes = specs
         if codes is not None and spec_t is not None:
-            pair, _ = quantize_shard(weight.detach(), Specs(codes, None), (self.n, self.k))
-            return NO_PAIR if spec is None else pair, amax_of_codes(pair, codes, spec_t, (self.n, self.k))
+            pair, amax_t = quantize_codes(weight.detach(), codes, spec_t, (self.n, self.k))
+            return NO_PAIR if spec is None else pair, amax_t
         amax, amax_t = global_amax(weight.detach(), spec, spec_t, (self.n, self.k))
         return quantize_by_amaxes(weight.detach(), spec, None, (amax, None))[0], amax_t
 

@@ -67,6 +67,7 @@ from tritonfp8.layers.linear.operands import (
     found_together,
     quantize_for,
     quantize_later,
+    quantize_now,
 )
 from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.layers.linear.weight_scope import (
