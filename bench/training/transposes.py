@@ -1,4 +1,4 @@
-"""Transposes made from codes, beside those made from values: ``python -m bench.training.transposes``.
+"""Transposes made from codes beside transposes made from values: ``python -m bench.training.transposes``.
 
 Forward and backward of layers of models, compiled by layer, and of layers of experts: time and peak memory. The
 contenders of a shape take turns. Processes that share the GPU compile first, and leave their graphs in the compiler's

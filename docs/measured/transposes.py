@@ -1,4 +1,4 @@
-"""The tables of transposes from codes beside those from values, from the data in bench/results/."""
+"""The tables of transposes from codes beside transposes from values, from the data in bench/results/."""
 
 from __future__ import annotations
 
