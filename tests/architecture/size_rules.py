@@ -62,7 +62,7 @@ ROOM_LINES = {
     "tuning": 1520,  # tiles of transposes that are made from codes
     "launch": 4045,  # transposes that are made from codes, also of several weights and of groups
     "ops": 1620,  # transpose_codes, and the rewrites of it
-    "layers": 6650,  # operands from codes, a backward that dequantizes, experts of rows that travelled
+    "layers": 6660,  # operands from codes, a backward that dequantizes, experts of rows that travelled
     "functional": 380,
     "conversion": 1710,
     "export": 2590,

@@ -203,7 +203,8 @@ def sharded_linear(
         _check_invariant(mesh.shape, layer.placements.output)
     out = _local(input, weight, bias, recipe, shared_input, layer, cached)
     found = distributed(out, mesh, layer.returned, (*input.shape[:-1], weight.shape[0]))
-    return found if wanted is None or layer.scatter is not None else found.redistribute(placements=wanted)
+    is_placed = wanted is None or layer.scatter is not None
+    return found if is_placed else found.redistribute(placements=wanted, async_op=True)
 
 
 def _shards_tokens(placements: Sequence[Placement], ndim: int) -> bool:

@@ -142,7 +142,7 @@ class RoutedExperts(ConvertedExperts):
         # An observer sees the rows of each expert, which are nowhere together otherwise. Both ways have the same bits.
         biases = {name: self.bias_of(name) for name in weights}
         if self.observer is None and can_route(hidden, top_k_weights):
-            return self.routed(hidden, weights, biases, Way(routing), top_k_weights)
+            return self.routed(hidden, weights, biases, Way(routing, routing), top_k_weights)
         rows = self.compute(gather(hidden, routing), routing.offsets, list(weights.values()), list(biases.values()))
         return combine(rows, routing, top_k_weights, hidden.dtype)
 

@@ -22,7 +22,7 @@ from tritonfp8.compat.torch_private import statically_known_true
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import NO_PAIR, Pair, Specs, autocast_dtype
 from tritonfp8.layers.moe.grouped import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
-from tritonfp8.layers.moe.routing import Way, grad_of_factors, in_dtype, places_of, tokens_of_rows
+from tritonfp8.layers.moe.routing import Travel, Way, grad_of_factors, in_dtype, places_of, tokens_of_rows
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
 
@@ -40,23 +40,29 @@ class Layer(NamedTuple):
 
 def _gathered(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, way: Way, plan: GroupedPlan, cached: Sequence[Any]
-) -> tuple[Tensor, Pair, list[Any]]:
-    """The rows of all experts, their codes, and what backward reads of the weight (:meth:`GroupedPlan.output`)."""
-    rows = Rows(hidden, tokens_of_rows(way.here.order, hidden.shape[0]))
-    pair = _codes_there(rows, plan.recipe.output.lhs, way)
+) -> tuple[Tensor, Sequence[Tensor | None], list[Any]]:
+    """The rows of all experts; the tokens, or the codes and scales that travelled, for ``grad_weight``; what backward
+    reads of the weight (:meth:`GroupedPlan.output`).
+    """
+    rows, spec = Rows(hidden, tokens_of_rows(way.here.order, hidden.shape[0])), plan.recipe.output.lhs
+    kept: Sequence[Tensor | None] = (hidden, None, None)
+    if way.travel is None:
+        pair, _ = tokens_of(rows, way.here.offsets, Specs(spec, None))
+    else:
+        pair = _codes_there(rows, spec, way, way.travel)
+        kept = (None, *pair)
     out, of_weight = plan.output(rows, pair, weight, cached, way.there.offsets, bias)
-    return out, pair, of_weight
+    return out, kept if plan.needs_grad_weight else (None, None, None), of_weight
 
 
-def _codes_there(rows: Rows, spec: QuantSpec | None, way: Way) -> Pair:
+def _codes_there(rows: Rows, spec: QuantSpec | None, way: Way, travel: Travel) -> Pair:
     """The codes of picked rows where their experts are."""
-    here, there, travel = way.here, way.there, way.travel
-    if travel is not None:
-        assert rows.picked is not None
-        factors = None if rows.factors is None else rows.factors[: travel.rows]
-        rows = rows._replace(picked=rows.picked[: travel.rows], factors=factors)
-    pair, _ = tokens_of(rows, here.offsets, Specs(spec, None))
-    return pair if travel is None or spec is None else travel.there(pair, spec, there)
+    assert rows.picked is not None
+    assert spec is not None
+    factors = None if rows.factors is None else rows.factors[: travel.rows]
+    rows = rows._replace(picked=rows.picked[: travel.rows], factors=factors)
+    pair, _ = tokens_of(rows, way.here.offsets, Specs(spec, None))
+    return travel.there(pair, spec, way.there)
 
 
 def _columns(pair: Pair, spec: QuantSpec | None, spec_t: QuantSpec | None, offsets: Tensor) -> Pair:
@@ -75,7 +81,7 @@ def _values(pair: Pair, spec: QuantSpec | None, dtype: torch.dtype) -> Rows:
 def _grads_of_gathered(
     grad: Rows,
     codes: tuple[Pair, Pair],
-    hidden: Tensor | None,
+    rows: Rows | None,
     of_rows: Pair,
     tokens: int,
     kept: Sequence[Any],
@@ -85,8 +91,8 @@ def _grads_of_gathered(
 ) -> Grads:
     """Gradients from the gradient of the output, whose codes are ``codes``.
 
-    ``of_rows``: the codes of the rows, if they travelled as codes; ``kept``: see :meth:`GroupedPlan.output`; ``dtype``:
-    of the weight.
+    ``rows``: None if they travelled as codes, ``of_rows``; ``kept``: see :meth:`GroupedPlan.output`; ``dtype``: of the
+    weight.
     """
     (_, order, inverse), offsets, travel = way.here, way.there.offsets, way.travel
     pair, pair_t = codes
@@ -98,11 +104,10 @@ def _grads_of_gathered(
         grad_hidden = ops.sum_of_rows(grad_rows, places_of(inverse, tokens))
     if plan.needs_grad_weight:
         spec, spec_t = plan.recipe.codes["input"], plan.recipe.grad_weight.rhs
-        if hidden is None:
+        if rows is None:
             columns = _columns(of_rows, spec, spec_t, offsets)
             rows = _values(of_rows, spec, grad.x.dtype) if spec_t is None else None
         else:
-            rows = Rows(hidden, tokens_of_rows(order, tokens))
             _, columns = tokens_of(rows, offsets, Specs(None, spec_t, spec))
         grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
     return grad_hidden, grad_weight, ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
@@ -122,7 +127,7 @@ def _combined(
     """
     kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
     specs = Specs(plan.recipe.output.lhs, kept_spec, plan.recipe.codes["input"])
-    here, there, travel = way.here, way.there, way.travel
+    here, there, travel = way
     pair, kept = tokens_of(rows, there.offsets, specs)
     of_experts, of_weight = plan.output(rows, pair, weight, cached, there.offsets, bias)
     if travel is not None:
@@ -145,6 +150,7 @@ class _OfCombined(NamedTuple):
 
 def _grads_of_combined(
     grad_output: Tensor,
+    picked: Tensor,
     rows: Rows | None,
     columns: Pair,
     kept: Sequence[Any],
@@ -154,7 +160,7 @@ def _grads_of_combined(
     plan: GroupedPlan,
     dtype: torch.dtype,
 ) -> _OfCombined:
-    """Gradients from the gradient of the output.
+    """Gradients from the gradient of the output, whose rows at the experts are ``picked``.
 
     ``columns``: the codes of the rows that ``grad_weight`` reads; without them ``rows`` is not None.
     """
@@ -163,8 +169,11 @@ def _grads_of_combined(
     grad_factors = None
     if of_experts is not None:
         grad_factors = grad_of_factors(grad_output, of_experts, inverse, top_k_weights)
-    grad = Rows(grad_output, tokens_of_rows(order, grad_output.shape[0]), top_k_weights.reshape(-1)[order])
-    grad, pair, pair_t = _grad_there(grad, way, plan)
+    grad = Rows(grad_output, picked, top_k_weights.reshape(-1)[order])
+    if way.travel is None:
+        pair, pair_t = plan.tokens_of_grad(grad, offsets)
+    else:
+        grad, pair, pair_t = _grad_there(grad, way, way.travel, plan)
     grad_rows = plan.grad_input(grad, pair, kept, offsets) if plan.needs_grad_input else None
 
     def of_weight() -> tuple[Tensor | None, Tensor | None]:
@@ -176,16 +185,14 @@ def _grads_of_combined(
     return _OfCombined(grad_rows, grad_factors, of_weight, _grows(pair_t[0], columns[0], offsets.shape[0], dtype))
 
 
-def _grad_there(grad: Rows, way: Way, plan: GroupedPlan) -> tuple[Rows, Pair, Pair]:
+def _grad_there(grad: Rows, way: Way, travel: Travel, plan: GroupedPlan) -> tuple[Rows, Pair, Pair]:
     """The gradient of the rows of all experts where these are, its codes, and the codes of its transposes."""
     offsets = way.there.offsets
-    if way.travel is None:
-        return grad, *plan.tokens_of_grad(grad, offsets)
     if not (plan.needs_grad_input or plan.needs_grad_weight or plan.needs_grad_bias):
         return grad, NO_PAIR, NO_PAIR
     spec, spec_t = plan.recipe.grad_input.lhs, plan.recipe.grad_weight.lhs
     dtype, width, rows = grad.x.dtype, grad.x.shape[1], way.there.order.shape[0]
-    pair = _codes_there(grad, spec, way)
+    pair = _codes_there(grad, spec, way, travel)
     if plan.needs_grad_bias or (plan.needs_grad_weight and spec_t is None):
         grad = _values(pair, spec, dtype)
     else:  # Nobody reads these values.
@@ -204,21 +211,14 @@ def _grows(lhs: Tensor | None, rhs: Tensor | None, groups: int, dtype: torch.dty
     return statically_known_true(lhs.numel() + rhs.numel() < product)
 
 
-def _kept_input(hidden: Tensor, pair: Pair, way: Way, plan: GroupedPlan) -> tuple[Tensor | None, ...]:
-    """What backward reads of the input for ``grad_weight``: the tokens, or the codes and scales that travelled."""
-    if not plan.needs_grad_weight:
-        return None, None, None
-    return (hidden, None, None) if way.travel is None else (None, *pair)
-
-
 class _GatheredLinear(torch.autograd.Function):
     """Saves the tokens, as they came; backward casts them for ``grad_weight``. Of rows that travelled: their codes."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: GroupedPlan, *args: Any) -> Tensor:
         way, cached = Way.of(args)
-        out, pair, of_weight = _gathered(hidden, weight, bias, way, plan, cached)
-        ctx.save_for_backward(*way.args[1:], *_kept_input(hidden, pair, way, plan), *of_weight)
+        out, kept, of_weight = _gathered(hidden, weight, bias, way, plan, cached)
+        ctx.save_for_backward(*args[1:7], *kept, *of_weight)
         ctx.plan, ctx.dtype, ctx.tokens, ctx.travel = plan, weight.dtype, hidden.shape[0], way.travel
         return ops.sealed(out, hidden, weight, bias)
 
@@ -227,10 +227,11 @@ class _GatheredLinear(torch.autograd.Function):
         plan: GroupedPlan = ctx.plan
         way, (hidden, qdata, scale, *kept) = Way.of((ctx.travel, *ctx.saved_tensors))
         grad = Rows(grad_output)
+        rows = None if hidden is None else Rows(hidden, tokens_of_rows(way.here.order, ctx.tokens))
 
         def grads_of() -> Grads:
             codes = plan.tokens_of_grad(grad, way.there.offsets)
-            return _grads_of_gathered(grad, codes, hidden, (qdata, scale), ctx.tokens, kept, way, plan, ctx.dtype)
+            return _grads_of_gathered(grad, codes, rows, (qdata, scale), ctx.tokens, kept, way, plan, ctx.dtype)
 
         grads = first_order(grads_of)
         return (*grads, *[None] * (12 if plan.is_cached else 8))
@@ -247,7 +248,7 @@ class _CombinedLinear(torch.autograd.Function):
         way, cached = Way.of(args)
         out, of_experts, columns, of_weight = _combined(Rows(inside), weight, bias, top_k_weights, way, plan, cached)
         ctx.save_for_backward(
-            *way.args[1:],
+            *args[1:7],
             top_k_weights,
             of_experts if needs_factors else None,
             inside if plan.needs_grad_weight and columns[0] is None else None,
@@ -263,10 +264,11 @@ class _CombinedLinear(torch.autograd.Function):
         way, saved = Way.of((ctx.travel, *ctx.saved_tensors))
         top_k_weights, of_experts, inside, qdata, scale, *kept = saved
         rows = None if inside is None else Rows(inside)
+        picked = tokens_of_rows(way.here.order, grad_output.shape[0])
 
         def grads_of() -> tuple[Tensor | None, ...]:
             of = _grads_of_combined(
-                grad_output, rows, (qdata, scale), kept, top_k_weights, of_experts, way, plan, ctx.dtype
+                grad_output, picked, rows, (qdata, scale), kept, top_k_weights, of_experts, way, plan, ctx.dtype
             )
             return of.rows, *of.of_weight(), of.factors
 
@@ -284,14 +286,14 @@ class _RoutedSwiglu(torch.autograd.Function):
         way, cached = Way.of(args)
         first, second = plans
         of_up, of_down = cached[: len(cached) // 2], cached[len(cached) // 2 :]
-        inner, pair, kept_up = _gathered(hidden, up, up_bias, way, first, of_up)
+        inner, kept, kept_up = _gathered(hidden, up, up_bias, way, first, of_up)
         out, of_experts, columns, kept_down = _combined(
             Rows(inner, swiglu=True), down, down_bias, top_k_weights, way, second, of_down
         )
         ctx.save_for_backward(
-            *way.args[1:],
+            *args[1:7],
             top_k_weights,
-            *_kept_input(hidden, pair, way, first),
+            *kept,
             inner if second.needs_grad_input or (second.needs_grad_weight and columns[0] is None) else None,
             of_experts if needs_factors else None,
             *columns,
@@ -313,8 +315,9 @@ class _RoutedSwiglu(torch.autograd.Function):
         way, saved = Way.of((ctx.travel, *ctx.saved_tensors))
         top_k_weights, hidden, codes_of_rows, scale_of_rows, inner, of_experts, qdata, scale, *kept = saved
         rows = None if inner is None else Rows(inner, swiglu=True)
+        picked = tokens_of_rows(way.here.order, ctx.tokens)
         of_down = _grads_of_combined(
-            grad_output, rows, (qdata, scale), kept[ctx.of_up :], top_k_weights, of_experts, way, second,
+            grad_output, picked, rows, (qdata, scale), kept[ctx.of_up :], top_k_weights, of_experts, way, second,
             ctx.down_dtype,
         )  # fmt: skip
         grad = None if of_down.rows is None else first.rows_of_swiglu(of_down.rows, inner, way.there.offsets)
@@ -326,8 +329,8 @@ class _RoutedSwiglu(torch.autograd.Function):
         codes = first.tokens_of_grad(grad, way.there.offsets)
         of_weight = of_weight or of_down.of_weight()
         of_up = _grads_of_gathered(
-            grad, codes, hidden, (codes_of_rows, scale_of_rows), ctx.tokens, kept[: ctx.of_up], way, first,
-            ctx.up_dtype,
+            grad, codes, None if hidden is None else Rows(hidden, picked), (codes_of_rows, scale_of_rows), ctx.tokens,
+            kept[: ctx.of_up], way, first, ctx.up_dtype,
         )  # fmt: skip
         return (*of_up, *of_weight, of_down.factors)
 
@@ -339,10 +342,6 @@ _FACTORS = (torch.bfloat16, torch.float16, torch.float32)
 def can_route(hidden: Tensor, top_k_weights: Tensor) -> bool:
     """Whether the functions below have the bits of their parts: no cast of autocast comes between these."""
     return autocast_dtype(hidden.device.type) in (None, hidden.dtype) and top_k_weights.dtype in _FACTORS
-
-
-def _needs_factors(top_k_weights: Tensor) -> bool:
-    return torch.is_grad_enabled() and top_k_weights.requires_grad
 
 
 def gathered_linear(hidden: Tensor, layer: Layer, way: Way, recipe: Recipe) -> Tensor:
@@ -363,7 +362,8 @@ def combined_linear(inside: Tensor, layer: Layer, way: Way, top_k_weights: Tenso
     """
     weight, bias, quantized = layer
     x, w, b, plan, cached = checked(inside, weight, way.there.offsets, bias, recipe, quantized)
-    arguments = (x, w, b, top_k_weights, plan, _needs_factors(top_k_weights), *way.args, *cached)
+    needs_factors = torch.is_grad_enabled() and top_k_weights.requires_grad
+    arguments = (x, w, b, top_k_weights, plan, needs_factors, *way.args, *cached)
     return _CombinedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
@@ -393,5 +393,6 @@ def routed_swiglu(hidden: Tensor, up: Layer, down: Layer, way: Way, top_k_weight
     if len(of_up) != len(of_down):
         raise ValueError("either both layers of experts have quantized weights, or neither")
     plans = (first, second._replace(layer=first.layer))
-    arguments = (x, w_up, b_up, w_down, b_down, top_k_weights, plans, _needs_factors(top_k_weights))
+    needs_factors = torch.is_grad_enabled() and top_k_weights.requires_grad
+    arguments = (x, w_up, b_up, w_down, b_down, top_k_weights, plans, needs_factors)
     return _RoutedSwiglu.apply(*arguments, *way.args, *of_up, *of_down)  # type: ignore[no-untyped-call]

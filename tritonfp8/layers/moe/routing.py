@@ -57,30 +57,25 @@ class Way(NamedTuple):
 
     Attributes:
         here: the routing of this rank's tokens to all experts.
-        arrived: the routing of the rows that arrived to the experts of this rank; None if none travel.
+        there: the routing of the rows that arrived to the experts of this rank; ``here`` if none travel.
         travel: None if all experts are here.
     """
 
     here: Routing
-    arrived: Routing | None = None
+    there: Routing
     travel: Travel | None = None
-
-    @property
-    def there(self) -> Routing:
-        """The routing of the rows to the experts that compute them."""
-        return self.here if self.arrived is None else self.arrived
 
     @property
     def args(self) -> tuple[Any, ...]:
         """The fields, flat, as the arguments of an autograd function, which must differ for Dynamo."""
-        return self.travel, *self.here, *(self.arrived or (None, None, None))
+        return self.travel, *self.here, *((None, None, None) if self.travel is None else self.there)
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> tuple[Way, list[Any]]:
         """The way that begins with these :attr:`args`, and the arguments behind them."""
         travel, *tensors = args
-        arrived = None if tensors[3] is None else Routing(*tensors[3:6])
-        return cls(Routing(*tensors[:3]), arrived, travel), tensors[6:]
+        here = Routing(*tensors[:3])
+        return cls(here, here if travel is None else Routing(*tensors[3:6]), travel), tensors[6:]
 
 
 class _Gather(torch.autograd.Function):
