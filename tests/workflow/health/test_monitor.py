@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonfp8
 from tritonfp8 import recipes
+from tritonfp8.compat.counting import is_active
 from tritonfp8.recipes import Gemm, Recipe
 from tritonfp8.specs import QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal
@@ -169,6 +170,25 @@ def test_step_may_come_before_the_forward():
             model(batch(step))
     assert list(stats.to_dict()) == [0, 2]
     assert stats.to_dict()[2]["blocks.0"]["input"]["amax"] == batch(2).abs().max().item()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
+def test_step_may_come_before_the_forward_of_a_step_without_a_sample(compiled, recipe):
+    model = model_of(recipe)
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    if compiled:
+        call(batch()).sum().backward()
+    with tritonfp8.monitor(call, every=2, first_step=3) as stats:
+        for step in range(3, 7):
+            stats.step()
+            assert stats.next_step == step
+            # Compiled code would keep a hook.
+            assert bool(hooks_of(model)) == (step % 2 == 0)
+            call(torch.full((4, 64), float(step))).sum().backward()
+    assert [layers["blocks.0"]["input"]["amax"] for layers in stats.to_dict().values()] == [4.0, 6.0]
+    assert list(stats.to_dict()) == [4, 6]
+    assert not is_active()
 
 
 def test_a_resumed_run_goes_on_counting():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.compat.counting import GemmCounts, count_gemms
 from tritonfp8.layers.linear import require_module
 from tritonfp8.specs.checks import require_int, require_type
 from tritonfp8.specs.naming import repeated
@@ -84,18 +86,24 @@ class Monitor:
         self._pending: list[_Pending] = []
         self._warned: set[str] = set()
         self._open = self._is_sampling = self._has_run = False
+        self._before_first = ExitStack()
+        self._counts = GemmCounts()
 
     def __enter__(self) -> Monitor:
         if self._open:
             raise RuntimeError("this block of monitor is open already: call monitor again for another one")
         self._open = True
         self._begin()
+        if not self._is_sampling and not self._has_run:
+            # Without hooks: compiled code would be compiled again, or would keep them.
+            self._counts = self._before_first.enter_context(count_gemms())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open = False
+        self._before_first.close()
         self._end()
         if kind is None:
             self._collect(wait=True)
@@ -114,8 +122,10 @@ class Monitor:
         """
         if not self._open:
             raise RuntimeError("stats.step() belongs into the block: with tritonfp8.monitor(model) as stats")
-        self._has_run = self._has_run or not self._is_sampling or self._observer.has_run
+        ran = self._observer.has_run if self._is_sampling else bool(self._counts.calls)
+        self._has_run = self._has_run or ran
         if self._has_run:
+            self._before_first.close()
             self._end()
             self.next_step += 1
             self._begin()
