@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tritonfp8.conversion.report import HighPrecision
+from tritonfp8.conversion.selection import linears
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, is_converted
 from tritonfp8.layers.moe import ConvertedExperts, class_of_experts, is_converted_experts
 
@@ -62,6 +63,11 @@ def coverage(model: nn.Module, skipped: Mapping[str, str]) -> tuple[dict[str, Hi
     share_of = {name: count.flops / total if total else 0.0 for name, count in left.items()}
     found = {name: HighPrecision(round(c.flops), share_of[name], c.reason, c.layer) for name, c in left.items()}
     return found, quantized / total if total else None
+
+
+def fp8_share(model: nn.Module) -> float | None:
+    """``ConversionReport.fp8_share`` by the recipes that the layers have now."""
+    return coverage(model, dict.fromkeys(dict(linears(model)), ""))[1]
 
 
 class _Use(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.compat.counting import GemmCounts, count_gemms
+from tritonfp8.conversion import fp8_share
 from tritonfp8.layers.linear import require_module
 from tritonfp8.specs.checks import require_int, require_type
 from tritonfp8.specs.naming import repeated
@@ -22,6 +23,7 @@ from tritonfp8.workflow.health.groups import Key
 from tritonfp8.workflow.health.heat_map import Sample, plot
 from tritonfp8.workflow.health.observer import Observer, expert_names, layer_names
 from tritonfp8.workflow.health.statistics import FIELDS
+from tritonfp8.workflow.health.summary import lines_of_worst, summary_of
 from tritonfp8.workflow.health.thresholds import THRESHOLDS, Finding, Threshold, findings
 
 log = logging.getLogger("tritonfp8")
@@ -181,6 +183,27 @@ class Monitor:
         self._collect(wait=True)
         return list(self._findings)
 
+    def summary(self) -> dict[str, float | str]:
+        """The last sampled step in a few figures, as the integrations log them; empty before it. Waits for the device.
+
+        ======================  ====================================================================================
+        ``fp8/worst_sqnr_db``   the lowest SQNR of an operand; left out if nothing was quantized, or nothing was lost
+        ``fp8/worst_layer``     the layer of this operand, by name
+        ``fp8/worst_operand``   ``"input"``, ``"weight"`` or ``"grad_output"``
+        ``fp8/flushed_share``   share of elements that become zero, the mean of the quantized operands
+        ``fp8/saturated_share`` share of elements that are clipped, the mean of the quantized operands
+        ``fp8/flops_share``     share of the linear FLOPs in FP8 by the recipes that the model has now, as in
+                                :class:`tritonfp8.ConversionReport`
+        ======================  ====================================================================================
+        """
+        samples = self.samples
+        last = [each for each in samples if each.step == samples[-1].step]
+        return summary_of(last, fp8_share(self._model)) if last else {}
+
+    def clear(self) -> None:
+        """Drop the figures and findings so far. A layer that was warned of is not warned of again."""
+        self._samples, self._findings, self._pending = [], [], []
+
     def to_dict(self) -> dict[int, dict[str, dict[str, dict[str, float]]]]:
         """The figures by step, layer, operand and field."""
         found: dict[int, dict[str, dict[str, dict[str, float]]]] = {}
@@ -205,6 +228,9 @@ class Monitor:
     def plot(self, path: str | Path, value: str = "sqnr", operand: str | None = None) -> None:
         """Draw a heat map of layers and steps into an image file.
 
+        The colors of ``sqnr`` span 20 to 35 dB, in each map alike; figures below are red. The scale marks the threshold
+        of the value. Where nothing was quantized, figures of the quantization are grey.
+
         Args:
             path: its suffix is the format, such as ``.png``.
             value: one of ``tritonfp8.workflow.health.FIELDS``.
@@ -214,10 +240,11 @@ class Monitor:
             ValueError: another value or operand, or no figures yet.
             ImportError: matplotlib is missing.
         """
-        plot(path, self.samples, value, operand)
+        plot(path, self.samples, value, operand, self._thresholds)
 
     def __str__(self) -> str:
-        steps = {sample.step for sample in self.samples}
+        samples = self.samples
+        steps = {sample.step for sample in samples}
         of: dict[tuple[str, str, str], list[Finding]] = {}
         for each in self._findings:
             of.setdefault((each.layer, each.operand, each.problem), []).append(each)
@@ -227,7 +254,7 @@ class Monitor:
             worst = replace(_worst(its, self._thresholds), layer=group.label)
             lines.append(f"{worst} ({len(its)} findings)" if len(its) > 1 else str(worst))
         more = [f"and {len(lines) - LINES} more: see findings"] if len(lines) > LINES else []
-        return "\n".join([*lines[:LINES], *more])
+        return "\n".join([*lines[:LINES], *more, *lines_of_worst(samples)])
 
 
 def _worst(found: Sequence[Finding], thresholds: Sequence[Threshold]) -> Finding:
