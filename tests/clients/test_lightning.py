@@ -1,17 +1,21 @@
 """The precision plugins in Lightning's Trainer and in Fabric."""
 
+import csv
+
 import lightning
 import lightning_cases
 import pytest
 import torch
 from callback_cases import assert_trained, weights
 from cases import QUANTIZED, each_recipe
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from mixtures import experts_of, model_of
 from torch.utils.data import DataLoader
 
 import tritonfp8
 from tritonfp8.integrations.lightning import fabric_plugin, trainer_plugin
 from tritonfp8.layers.moe import is_converted_experts
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 PROCESSES = 2
 
@@ -45,13 +49,14 @@ class LanguageModel(Module):
         return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
-def fit(module, folder, **options):
-    rows = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
+def fit(module, folder, rows=24, **options):
+    rows = torch.randn(rows, 32, generator=torch.Generator().manual_seed(1))
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, **options,
+        accelerator="cpu", enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, **{"max_epochs": 1, "logger": False, **options},
     )  # fmt: skip
     trainer.fit(module, DataLoader(rows, batch_size=8))
+    return trainer
 
 
 @pytest.mark.one_in(6)
@@ -129,3 +134,71 @@ def test_a_trainer_with_fsdp2_resumes_to_the_same_losses(ranks, tmp_path, gather
 def test_another_precision_is_an_error():
     with pytest.raises(ValueError, match="bf16-mixed"):
         fabric_plugin("rowwise", precision="16-mixed")
+
+
+def hooks_of(module):
+    return sum(len(each._forward_hooks) for each in module.modules())
+
+
+class Watched(Module):
+    """Notes the optimizer steps in which layers have hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.hooked = []
+
+    def training_step(self, batch, index):
+        if hooks_of(self):
+            self.hooked.append(self.global_step)
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_nth_optimizer_step_is_logged_and_no_bit_changes(tmp_path, accumulate):
+    boards = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    loggers = [CSVLogger(tmp_path, flush_logs_every_n_steps=1), TensorBoardLogger(tmp_path, name="board")]
+    module, options = Watched(), {"rows": 40 * accumulate, "accumulate_grad_batches": accumulate}
+    plugin = trainer_plugin("tensorwise", precision="32-true", health_every=2)
+    fit(module, tmp_path, plugins=[plugin], logger=loggers, **options)
+    assert module.hooked == [step for step in (0, 2, 4) for _ in range(accumulate)]
+    assert hooks_of(module) == 0
+    with open(f"{loggers[0].log_dir}/metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["fp8/flops_share"]]
+    assert [int(row["step"]) for row in rows] == [0, 2, 4]
+    board = boards.EventAccumulator(loggers[1].log_dir)
+    board.Reload()
+    for row, event in zip(rows, board.Scalars("fp8/worst_sqnr_db"), strict=True):
+        assert (event.step, event.value) == (int(row["step"]), pytest.approx(float(row["fp8/worst_sqnr_db"])))
+        assert 20 < event.value < 40
+        assert row["fp8/worst_layer"] in ("model.0", "model.2", "model.4")
+        assert float(row["fp8/flops_share"]) == 1.0
+    text = board.Tensors("fp8/worst_layer/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text == rows[0]["fp8/worst_layer"]
+    plain = Watched()
+    fit(plain, tmp_path, plugins=[trainer_plugin("tensorwise", precision="32-true")], **options)
+    assert plain.hooked == []
+    assert_bitwise_equal(weights(module), weights(plain))
+
+
+def test_a_second_fit_and_one_that_fails_leave_no_hooks(tmp_path):
+    plugin, module = trainer_plugin("rowwise", precision="32-true", health_every=1), Module()
+    fit(module, tmp_path, plugins=[plugin])
+    trainer = fit(module, tmp_path, plugins=[plugin])
+    assert trainer.callbacks.count(plugin.health) == 1
+    module.training_step = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit(module, tmp_path, plugins=[plugin])
+    assert hooks_of(module) == 0
+
+
+def test_sampled_steps_with_fsdp2_have_the_same_losses(ranks, tmp_path):
+    options = {"recipe": "rowwise", "gather": True, "folder": tmp_path, "accumulate": 2}
+    sampled = ranks.run(2, lightning_cases.trainer_losses, health=2, **options)
+    assert sampled == ranks.run(2, lightning_cases.trainer_losses, **options)
+
+
+def test_unusable_numbers_of_steps_are_errors():
+    with pytest.raises(ValueError, match="health_every must be at least 1; got 0"):
+        trainer_plugin(health_every=0)
+    with pytest.raises(TypeError, match="health_every must be an int; got str"):
+        trainer_plugin(health_every="50")

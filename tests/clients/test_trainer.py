@@ -172,3 +172,12 @@ def test_weights_stored_in_8_bits_train_by_our_adamw_and_resume_to_the_bit(ranks
         assert losses == expected[0]
         assert len(set(losses)) == 4
         assert codes == expected[3]
+
+
+def test_sampled_steps_with_fsdp2_change_no_bit(ranks):
+    sampled, plain = (ranks.run(2, trainer_cases.sampled_on_cpus, every=every) for every in (2, None))
+    for (losses, final, logged), (expected, others, none) in zip(sampled, plain, strict=True):
+        assert (logged, none) == ([1, 3], [])
+        assert losses == expected
+        assert len(set(losses)) == 2 * trainer_cases.SMALL["steps"]
+        assert final == others

@@ -21,6 +21,8 @@ try:
     from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
     from lightning.fabric.plugins.precision import Precision as FabricPrecision
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 except ImportError as error:
     raise ImportError(
@@ -30,6 +32,7 @@ except ImportError as error:
 from tritonfp8.conversion import ConversionReport, convert
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.specs.checks import require
+from tritonfp8.workflow import SampledSteps
 
 FABRIC = {"32-true": FabricPrecision, "bf16-true": FabricHalf, "bf16-mixed": FabricMixed}
 TRAINER = {"32-true": Precision, "bf16-true": HalfPrecision, "bf16-mixed": MixedPrecision}
@@ -49,6 +52,7 @@ class _Float8:
     recipe: Any
     filter: Any
     all_gather: bool
+    health: HealthOfSteps | None = None
     report: ConversionReport | None = None
     gathered: ConversionReport | None = None
 
@@ -59,7 +63,53 @@ class _Float8:
         log.info("%s", self.report)
         if self.all_gather and not self.report.is_empty:
             self.gathered = enable_float8_all_gather(module)
+        if self.health is not None and not self.report.is_empty and isinstance(module, LightningModule):
+            self.health.join(module.trainer)
         return module
+
+
+class HealthOfSteps(Callback):
+    """Samples every N-th optimizer step, and logs its figures to the loggers of the Trainer."""
+
+    def __init__(self, every: int) -> None:
+        self._steps = SampledSteps(every)
+        self._step = 0
+
+    def join(self, trainer: Trainer) -> None:
+        """Add this to the callbacks of a Trainer, once."""
+        if self not in trainer.callbacks:
+            trainer.callbacks.append(self)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Begin a sample, before the first of the batches that an optimizer step accumulates."""
+        self._step = trainer.global_step
+        self._steps.begin(pl_module, self._step)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Log, unless the next batch belongs to the same step."""
+        if trainer.global_step > self._step and (figures := self._steps.end()):
+            _log(figures, trainer, self._step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave no hooks of a step that did not end."""
+        self._steps.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave no hooks of a step that did not end."""
+        self._steps.close()
+
+
+def _log(figures: dict[str, Any], trainer: Trainer, step: int) -> None:
+    """Log figures at once: ``LightningModule.log`` drops a step that is no multiple of ``log_every_n_steps``."""
+    numbers = {name: value for name, value in figures.items() if not isinstance(value, str)}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            # It takes text only by a function of its own.
+            logger.log_metrics(numbers, step)
+            for name in figures.keys() - numbers.keys():
+                logger.experiment.add_text(name, figures[name], step)
+        else:
+            logger.log_metrics(figures, step)
 
 
 def _plugin(plugins: dict[str, type[Any]], precision: str, **options: Any) -> Any:
@@ -78,6 +128,7 @@ def trainer_plugin(
     precision: str = "bf16-mixed",
     filter: Any = None,
     all_gather: bool = False,
+    health_every: int | None = None,
 ) -> Any:
     """A plugin for ``lightning.Trainer(plugins=[...])``.
 
@@ -85,14 +136,18 @@ def trainer_plugin(
         recipe, filter: as for :func:`tritonfp8.convert`. Names begin with an attribute of the LightningModule.
         precision: of everything else: ``"bf16-mixed"``, ``"bf16-true"`` or ``"32-true"``.
         all_gather: whether FSDP2 (``ModelParallelStrategy``) gathers weights in 8 bits.
+        health_every: optimizer steps from one step that :func:`tritonfp8.monitor` samples to the next; its figures
+            (:meth:`Monitor.summary`) go to the loggers of the Trainer. None samples nothing.
 
     Returns:
         The plugin. After the set-up its ``report`` and ``gathered`` say what was converted.
 
     Raises:
-        ValueError: another precision.
+        ValueError: another precision, or ``health_every`` below 1.
+        TypeError: ``health_every`` is neither an int nor None.
     """
-    return _plugin(TRAINER, precision, recipe=recipe, filter=filter, all_gather=all_gather)
+    health = None if health_every is None else HealthOfSteps(health_every)
+    return _plugin(TRAINER, precision, recipe=recipe, filter=filter, all_gather=all_gather, health=health)
 
 
 def fabric_plugin(

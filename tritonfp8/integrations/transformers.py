@@ -9,9 +9,10 @@ It also serves trainers that derive from Trainer, such as the TRL trainers.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 try:
     from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise ImportError(
         "tritonfp8.integrations.transformers needs transformers and accelerate: pip install 'tritonfp8[integrations]'"
@@ -31,7 +33,7 @@ from tritonfp8.layers.linear import is_converted
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs.naming import unwrapped
-from tritonfp8.workflow import RecipeSchedule, TrainingCheck, verify_training
+from tritonfp8.workflow import RecipeSchedule, SampledSteps, TrainingCheck, verify_training
 
 CONFIG_KEY = "tritonfp8"
 """The entry of ``config.json`` that holds the recipes of a model."""
@@ -51,6 +53,12 @@ class Float8Config:
         schedule: stages of a :class:`~tritonfp8.RecipeSchedule` over the steps of the training, instead of ``recipe``.
         verify: whether the first step with a learning rate above zero is checked by :func:`tritonfp8.verify_training`,
             which warns of weights that it does not move.
+        health_every: optimizer steps from one step that :func:`tritonfp8.monitor` samples to the next; the Trainer logs
+            its figures (:meth:`Monitor.summary`). None samples nothing.
+
+    Raises:
+        ValueError: ``health_every`` is below 1.
+        TypeError: ``health_every`` is neither an int nor None.
     """
 
     recipe: Any = "rowwise"
@@ -58,6 +66,10 @@ class Float8Config:
     all_gather: bool | None = None
     schedule: Stages | None = None
     verify: bool = True
+    health_every: int | None = None
+
+    def __post_init__(self) -> None:
+        SampledSteps(self.health_every)
 
 
 def uses_fsdp2() -> bool:
@@ -148,20 +160,26 @@ class Float8Callback(TrainerCallback):
     callback follows the schedule, if there is one, and checks that the first step moves every weight. It warns of
     gradients that are NaN or infinite: a loss that is NaN has such gradients, and the Trainer leaves it out of its log.
 
+    With ``health_every=50`` every 50th optimizer step is sampled by :func:`tritonfp8.monitor`, and its figures go to
+    the Trainer's reporters and to ``trainer.state.log_history``.
+
     Args:
         config: a :class:`Float8Config`, or its ``recipe``.
+        health_every: as in :class:`Float8Config`, in which it takes the place of the field.
 
     Attributes:
         report: the report of :func:`tritonfp8.convert`; None before the Trainer is made.
         gathered: the report of :func:`tritonfp8.distributed.enable_float8_all_gather`; None without it.
     """
 
-    def __init__(self, config: Float8Config | Any = "rowwise") -> None:
-        self.config = config if isinstance(config, Float8Config) else Float8Config(recipe=config)
+    def __init__(self, config: Float8Config | Any = "rowwise", health_every: int | None = None) -> None:
+        config = config if isinstance(config, Float8Config) else Float8Config(recipe=config)
+        self.config = config if health_every is None else replace(config, health_every=health_every)
         self.report: ConversionReport | None = None
         self.gathered: ConversionReport | None = None
         self.schedule: RecipeSchedule | None = None
         self._gradients = _FiniteGradients()
+        self._steps = SampledSteps(self.config.health_every)
         self._check: TrainingCheck | None = None
         self._is_checked = not self.config.verify
         self._told_of_norm = False
@@ -194,6 +212,8 @@ class Float8Callback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Begin the schedule, at the step at which the training begins or goes on."""
+        # An error may have ended the last training in a sampled step.
+        self._steps.close()
         if self.config.schedule is not None and not self._is_empty:
             self.schedule = RecipeSchedule(self.config.schedule, total_steps=state.max_steps)
             self.schedule.load_state_dict({"next_step": state.global_step})
@@ -208,15 +228,19 @@ class Float8Callback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Give the model the recipe of this step. DeepSpeed steps inside of the backward pass: check its step."""
+        """Give the model the recipe of this step, and sample it if it is its turn.
+
+        DeepSpeed steps inside of the backward pass: its step is checked from here.
+        """
         if uses_deepspeed() and not self._is_checked and _moves_weights(optimizer):
             self._begin_check(model, None)
-        if self.schedule is None:
-            return
         inner = bare(model)
-        before = self.schedule.recipe_at(max(0, state.global_step - 1))
-        if self.schedule.step(state.global_step) != before and isinstance(inner, PreTrainedModel):
-            write_config(inner)
+        if self.schedule is not None:
+            before = self.schedule.recipe_at(max(0, state.global_step - 1))
+            if self.schedule.step(state.global_step) != before and isinstance(inner, PreTrainedModel):
+                write_config(inner)
+        if not self._is_empty:
+            self._steps.begin(inner, state.global_step)
 
     def on_pre_optimizer_step(
         self,
@@ -256,6 +280,17 @@ class Float8Callback(TrainerCallback):
             self._check.__exit__(None, None, None)
             self._check = None
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log the figures of a sampled step."""
+        if figures := self._steps.end():
+            _report(figures, args, state, control)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave no hooks of a step that did not end."""
+        self._steps.close()
+
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Warn of steps whose gradients were not finite."""
         if steps := self._gradients.take():
@@ -264,6 +299,23 @@ class Float8Callback(TrainerCallback):
                 "losses of such steps out of its log.",
                 steps, state.global_step,
             )  # fmt: skip
+
+
+def _report(
+    figures: dict[str, float | str], args: TrainingArguments, state: TrainerState, control: TrainerControl
+) -> None:
+    """Log figures as ``Trainer.log`` does, to each reporter and into the history.
+
+    A callback is given neither the Trainer nor the reporters, which are called before it in ``on_log``. So it asks the
+    handler that called it. ``handler.on_log`` would take back that the Trainer is to log this step.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back
+    logs: dict[str, Any] = figures if state.epoch is None else {**figures, "epoch": state.epoch}
+    state.log_history.append({**logs, "step": state.global_step})
+    if frame is not None:
+        frame.f_locals["self"].call_event("on_log", args, state, control, logs=logs)
 
 
 def _moves_weights(optimizer: Any) -> bool:

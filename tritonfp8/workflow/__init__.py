@@ -6,7 +6,7 @@ Exports the checks of ``tritonfp8 doctor``, :class:`RecipeSchedule`, and the fun
 
 from tritonfp8.workflow import doctor
 from tritonfp8.workflow.doctor import accumulation_figures
-from tritonfp8.workflow.health import monitor, sensitivity
+from tritonfp8.workflow.health import SampledSteps, monitor, sensitivity
 from tritonfp8.workflow.schedule import RecipeSchedule
 from tritonfp8.workflow.training_check import TrainingCheck, verify_training
 from tritonfp8.workflow.verification import verify
@@ -25,6 +25,7 @@ __all__ = [
     "LayerReport",
     "OtherGemms",
     "RecipeSchedule",
+    "SampledSteps",
     "TrainingCheck",
     "VerificationError",
     "VerificationReport",

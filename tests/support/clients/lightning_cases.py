@@ -1,10 +1,12 @@
 """Functions of each rank in the tests of Lightning."""
 
 import os
+from pathlib import Path
 
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -79,14 +81,18 @@ class Sharded(lightning.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
 
-def trainer_losses(mesh, recipe, gather, folder, steps=4, accumulate=1, save=None, resume=None):
-    """Losses of Lightning's Trainer with FSDP2, as :func:`fabric_losses`; ``save`` and ``resume`` are checkpoints."""
+def trainer_losses(mesh, recipe, gather, folder, steps=4, accumulate=1, save=None, resume=None, health=None):
+    """Losses of Lightning's Trainer with FSDP2, as :func:`fabric_losses`; ``save`` and ``resume`` are checkpoints.
+
+    ``health`` samples steps, whose figures rank 0 must have in a file.
+    """
     from tritonfp8.integrations.lightning import trainer_plugin
 
     launched()
-    plugin, world = trainer_plugin(recipe, precision="32-true", all_gather=gather), dist.get_world_size()
+    plugin = trainer_plugin(recipe, precision="32-true", all_gather=gather, health_every=health)
+    world, logger = dist.get_world_size(), CSVLogger(folder) if health else False
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=world, plugins=[plugin], max_steps=steps, logger=False, enable_progress_bar=False,
+        accelerator="cpu", devices=world, plugins=[plugin], max_steps=steps, logger=logger, enable_progress_bar=False,
         strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1), default_root_dir=folder,
         enable_model_summary=False, accumulate_grad_batches=accumulate, enable_checkpointing=False,
     )  # fmt: skip
@@ -96,5 +102,8 @@ def trainer_losses(mesh, recipe, gather, folder, steps=4, accumulate=1, save=Non
     trainer.fit(module, data, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
+    if health and dist.get_rank() == 0:
+        saved = Path(logger.log_dir, "metrics.csv").read_text()
+        assert saved.count("model.") == len(range(0, steps, health))
     stuck = [i for i, p in enumerate(module.parameters()) if torch.equal(p.full_tensor(), before[i])]
     return module.losses, stuck, 0 if plugin.gathered is None else len(plugin.gathered.converted)

@@ -60,6 +60,22 @@ def train_on_cpus(mesh, **options):
     return train(Program(**{**SMALL, **options}))
 
 
+def sampled_on_cpus(mesh, every):
+    """Losses and final bits of Trainer with FSDP2, and the steps whose health is in its history."""
+    from tritonfp8.integrations.transformers import Float8Callback
+
+    act_as_launched()
+    program, losses = Program(**SMALL, dtype="float32", accumulate=2), []
+    with tempfile.TemporaryDirectory() as folder:
+        callback = Float8Callback(program.recipe, health_every=every)
+        trainer = trainer_of(program, model_of(program), folder, program.steps, losses, [callback])
+        trainer.train()
+    final = [p.full_tensor().tolist() for p in trainer.model.parameters()]
+    logged = [entry["step"] for entry in trainer.state.log_history if "fp8/worst_layer" in entry]
+    reset()
+    return losses, final, logged
+
+
 def _loop(program, model, optimizer, rows=None, folder=None, resume=False, **options):
     """Sharded model and losses of a loop with accelerate, which loads and saves its state in ``folder``."""
     from accelerate import Accelerator
