@@ -276,6 +276,18 @@ def test_the_command_shows_the_table():
     assert 90 < share < 100
 
 
+def test_the_command_takes_a_file_of_layers(tmp_path):
+    recipes.save({"*.0.*": "tensorwise", "*": "mxfp8"}, tmp_path / "layers.toml")
+    options = ["verify", "--recipe", str(tmp_path / "layers.toml"), "--device", "cpu", "--seq-len", "16", "--inference"]
+    done = CliRunner().invoke(app.app, options)
+    assert "tensorwise" in done.output
+    assert "mxfp8" in done.output
+    (tmp_path / "layers.toml").write_text("layers = 3")
+    wrong = CliRunner().invoke(app.app, options)
+    assert wrong.exit_code == 2
+    assert "layers must be a table" in wrong.output
+
+
 def test_the_command_fails_where_a_layer_does(monkeypatch):
     abilities = dataclasses.replace(hardware.CPU, name="NVIDIA A100", capability=(8, 0), has_fp8_mma=False)
     monkeypatch.setattr(hardware, "abilities", lambda device: abilities)

@@ -34,7 +34,7 @@ def verify(
     """
     try:
         require_train_extra()
-        recipes.get(recipe)
+        recipes.of_layers(recipe)
         on = existing_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         report = _verified(model, recipe, (batch_size, seq_len), on, backward=not inference)
     except (ValueError, ModuleNotFoundError) as error:

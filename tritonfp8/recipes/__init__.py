@@ -21,6 +21,7 @@ from tritonfp8.recipes.named import (
     load,
     mxfp8,
     names,
+    of_layers,
     rowwise,
     rowwise_hp_grad_weight,
     save,

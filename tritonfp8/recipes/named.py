@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from tritonfp8.recipes.recipe import GEMMS, Gemm, Recipe
+from tritonfp8.recipes.recipe import GEMMS, Gemm, Recipe, check_keys, parsed
 from tritonfp8.specs import ACCUMULATIONS, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 from tritonfp8.specs.checks import nearest, require, require_type
 
@@ -132,6 +134,8 @@ def get(
 ) -> Recipe:
     """The built-in recipe of this name, or the recipe of a TOML file; a :class:`Recipe` is returned unchanged.
 
+    A file of several recipes is an error: only functions that know the names of layers take one.
+
     Args:
         recipe: a name, the path of a file that ends in ``.toml`` (:func:`load`), or a Recipe.
         accumulation: ``"fast"`` or ``"precise"`` for all quantized GEMMs of the recipe; None leaves them as they are.
@@ -187,7 +191,13 @@ def _found(recipe: str | Recipe) -> Recipe:
     if not isinstance(recipe, str):
         raise TypeError(f"a recipe must be a name or a tritonfp8.Recipe; got {type(recipe).__name__}")
     if recipe.endswith(".toml"):
-        return load(recipe)
+        found = load(recipe)
+        if isinstance(found, Recipe):
+            return found
+        raise ValueError(
+            f"{recipe} holds the recipes of layers by patterns of their names, and one recipe is needed here: "
+            "tritonfp8.convert and swap_recipe take such a file"
+        )
     if recipe not in _RECIPES:
         raise ValueError(
             f"no recipe is named {recipe!r}{nearest(recipe, _RECIPES)} Recipes: {', '.join(_RECIPES)}, or the path of "
@@ -196,34 +206,100 @@ def _found(recipe: str | Recipe) -> Recipe:
     return _RECIPES[recipe]
 
 
-def load(path: str | Path) -> Recipe:
-    """The recipe in a TOML file, as :func:`save` writes it.
+def load(path: str | Path) -> Recipe | dict[str, Recipe]:
+    """What is in a TOML file that :func:`save` wrote: a recipe, or the recipes of layers by patterns of their names.
 
-    The file has a ``name`` and a table for each GEMM (``output``, ``grad_input``, ``grad_weight``). A table has the
-    specs ``lhs`` and ``rhs``, with the fields of :class:`~tritonfp8.QuantSpec`, and ``accumulation``. A GEMM without
-    specs runs in high precision, as does one whose table is left out.
+    The file of a recipe has a ``name`` and a table for each GEMM (``output``, ``grad_input``, ``grad_weight``). A table
+    has the specs ``lhs`` and ``rhs``, with the fields of :class:`~tritonfp8.QuantSpec`, and ``accumulation``. A GEMM
+    without specs runs in high precision, as does one whose table is left out.
+
+    The file of several recipes has a table ``layers`` from patterns to names, in which the first pattern that matches
+    decides. A name that is not built in has a table ``recipes.NAME``, which is the file of that recipe without its
+    ``name``.
 
     Raises:
-        ValueError: the file cannot be read, or holds no recipe; the message names the file.
+        ValueError: the file cannot be read, or holds neither; the message names the file.
         TypeError: ``path`` is neither a str nor a Path.
     """
     require_type("path", path, str | Path, "a str or a Path")
+    kind = "recipe"
     try:
-        return Recipe.from_toml(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        data = parsed("TOML", tomllib.loads, text)
+        if "layers" not in data:
+            return Recipe.from_dict(data)
+        kind = "recipe or a mapping"
+        return _mapping_from(data)
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not the file of a recipe: {error}") from error
+        raise ValueError(f"{path} is not the file of a {kind}: {error}") from error
 
 
-def save(recipe: str | Recipe, path: str | Path) -> None:
-    """Write a recipe to a TOML file, which :func:`load` and :func:`tritonfp8.convert` read. Replaces the file.
+def save(recipe: str | Recipe | Mapping[str, str | Recipe], path: str | Path) -> None:
+    """Write a recipe, or a mapping of patterns of layer names to recipes, to a TOML file; replaces the file.
+
+    :func:`load`, :func:`tritonfp8.convert` and :func:`tritonfp8.swap_recipe` read it.
 
     Raises:
-        ValueError: an unknown recipe.
+        ValueError: an unknown recipe, a mapping without patterns, or two recipes of one name in a mapping.
         TypeError: an argument of another type.
         OSError: the file cannot be written.
     """
     require_type("path", path, str | Path, "a str or a Path")
-    Path(path).write_text(get(recipe).to_toml(), encoding="utf-8")
+    text = _mapping_text(recipe) if isinstance(recipe, Mapping) else get(recipe).to_toml()
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def of_layers(recipe: str | Recipe) -> Recipe | dict[str, Recipe]:
+    """:func:`get`, but for a file of several recipes: these by the patterns of their layers."""
+    return load(recipe) if isinstance(recipe, str) and recipe.endswith(".toml") else get(recipe)
+
+
+def _mapping_text(mapping: Mapping[str, str | Recipe]) -> str:
+    import tomli_w
+
+    if not mapping:
+        raise ValueError("the mapping of patterns to recipes is empty: name at least one pattern")
+    layers: dict[str, str] = {}
+    own: dict[str, Recipe] = {}
+    for pattern, each in mapping.items():
+        require_type("a pattern of layer names", pattern, str, "a str")
+        found = get(each)
+        layers[pattern] = found.name
+        if _RECIPES.get(found.name) == found:
+            continue
+        if found.name in _RECIPES or own.setdefault(found.name, found) != found:
+            raise ValueError(
+                f"two recipes are named {found.name!r}, by which a file tells them apart: rename one by "
+                "dataclasses.replace(recipe, name=...)"
+            )
+    tables = {name: {key: value for key, value in r.to_dict().items() if key != "name"} for name, r in own.items()}
+    return tomli_w.dumps({"layers": layers, **({"recipes": tables} if tables else {})})
+
+
+def _mapping_from(data: Mapping[str, Any]) -> dict[str, Recipe]:
+    check_keys("mapping of layers", data, ("layers", "recipes"))
+    layers, tables = data["layers"], data.get("recipes", {})
+    for name, table in (("layers", layers), ("recipes", tables)):
+        require_type(name, table, dict, "a table")
+    if not layers:
+        raise ValueError("the table 'layers' is empty: name at least one pattern")
+    own = {}
+    for name, fields in tables.items():
+        require_type(f"recipes.{name}", fields, dict, "a table")
+        if name in _RECIPES:
+            raise ValueError(f"recipes.{name} has the name of a built-in recipe: give it another one")
+        own[name] = Recipe.from_dict({"name": name, **fields})
+    if unused := sorted(own.keys() - {each for each in layers.values() if isinstance(each, str)}):
+        raise ValueError(f"no pattern of the table 'layers' has the recipe {unused[0]!r}")
+    return {pattern: _recipe_of(pattern, name, own) for pattern, name in layers.items()}
+
+
+def _recipe_of(pattern: str, name: object, own: Mapping[str, Recipe]) -> Recipe:
+    require_type(f"the recipe of {pattern!r}", name, str, "a str")
+    known = {**_RECIPES, **own}
+    if name not in known:
+        raise ValueError(f"no recipe is named {name!r}{nearest(str(name), known)} Recipes: {', '.join(known)}")
+    return known[str(name)]
 
 
 def summary() -> str:

@@ -72,7 +72,7 @@ class Gemm:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Gemm:
         """Inverse of :meth:`to_dict`. Raises ValueError for a key that is not a field."""
-        _check_keys("GEMM", data, ("lhs", "rhs", "accumulation", "batch_invariant"))
+        check_keys("GEMM", data, ("lhs", "rhs", "accumulation", "batch_invariant"))
         specs = {name: _spec_from_dict(data[name]) for name in ("lhs", "rhs") if data.get(name) is not None}
         return cls(
             **specs,
@@ -214,7 +214,7 @@ class Recipe:
         Raises:
             ValueError: a missing name, a key that is not a field, or an impossible combination.
         """
-        _check_keys("recipe", data, ("name", *GEMMS, "transposed_from"))
+        check_keys("recipe", data, ("name", *GEMMS, "transposed_from"))
         if "name" not in data:
             raise ValueError(f"a recipe needs a 'name'; got the keys {sorted(data, key=str)}")
         gemms = {gemm: Gemm.from_dict(data[gemm]) for gemm in GEMMS if gemm in data}
@@ -228,7 +228,7 @@ class Recipe:
     def from_json(cls, text: str) -> Recipe:
         """Inverse of :meth:`to_json`. Raises ValueError if the text is not a recipe."""
         require_type("text", text, str, "a str of JSON")
-        return cls.from_dict(_parsed("JSON", json.loads, text))
+        return cls.from_dict(parsed("JSON", json.loads, text))
 
     def to_toml(self) -> str:
         """The recipe as a TOML document."""
@@ -240,7 +240,7 @@ class Recipe:
     def from_toml(cls, text: str) -> Recipe:
         """Inverse of :meth:`to_toml`. Raises ValueError if the text is not a recipe."""
         require_type("text", text, str, "a str of TOML")
-        return cls.from_dict(_parsed("TOML", tomllib.loads, text))
+        return cls.from_dict(parsed("TOML", tomllib.loads, text))
 
 
 def _codes_of(spec: QuantSpec | None, spec_t: QuantSpec | None) -> QuantSpec | None:
@@ -254,14 +254,16 @@ def recipe_of(text: str) -> Recipe:
     return Recipe.from_dict({"name": "given to an op", **json.loads(text)})
 
 
-def _parsed(name: str, parse: Callable[[str], Any], text: str) -> Any:
+def parsed(name: str, parse: Callable[[str], Any], text: str) -> Any:
+    """The data of a text in the format ``name``. Raises ValueError if the text is not in this format."""
     try:
         return parse(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a recipe must be valid {name}; this text cannot be parsed: {error}") from error
 
 
-def _check_keys(what: str, data: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+def check_keys(what: str, data: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless ``data`` is a mapping whose keys are among ``allowed``."""
     if not isinstance(data, Mapping):
         raise ValueError(f"a {what} must be a mapping with the keys {', '.join(allowed)}; got {type(data).__name__}")
     if unknown := sorted(set(data) - set(allowed), key=str):
@@ -269,5 +271,5 @@ def _check_keys(what: str, data: Mapping[str, Any], allowed: tuple[str, ...]) ->
 
 
 def _spec_from_dict(data: Mapping[str, Any]) -> QuantSpec:
-    _check_keys("spec", data, ("format", "block", "scale_format", "scale_rounding"))
+    check_keys("spec", data, ("format", "block", "scale_format", "scale_rounding"))
     return QuantSpec(**data)

@@ -193,7 +193,7 @@ def _check_recipes(names: tuple[str, ...]) -> None:
         raise ValueError(f"at least one recipe is needed; recipes: {', '.join(recipes.names())}")
     for name in names:
         if name != PERTURBED:
-            recipes.get(name)
+            recipes.of_layers(name)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"each recipe can be given once; got more than once: {', '.join(twice)}")
 

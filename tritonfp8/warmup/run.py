@@ -188,7 +188,8 @@ def _resolve(
     if not names:
         raise ValueError(f"at least one recipe is needed; recipes: {', '.join(recipes.names())}")
     for name in names:
-        recipes.get(name)
+        # Layers by their shapes have no names that patterns could match.
+        (recipes.of_layers if shapes is None else recipes.get)(name)
     if model is not None:
         require_train_extra()
         default_lr(model)

@@ -222,6 +222,21 @@ def test_relative_noise():
     assert relative_noise(lost, zero, rhs).item() == -float("inf")
 
 
+def test_a_saved_proposal_converts_as_its_mapping(found, tmp_path):
+    path = tmp_path / "recipes.toml"
+    for options in ({}, {"budget": 1}, {"max_error_db": -1000.0}):
+        found.save(path, **options)
+        assert recipes.load(path) == found.mapping(**options)
+        by_file, by_mapping = Branches(), Branches()
+        report = tritonfp8.convert(by_file, str(path))
+        assert report.converted == tritonfp8.convert(by_mapping, found.mapping(**options)).converted
+        assert report.converted.keys() == {"first", "planted", "last"}
+    with pytest.raises(ValueError, match=r"must end in .toml; got 'recipes.json'"):
+        found.save("recipes.json")
+    with pytest.raises(TypeError, match="a str or a Path"):
+        found.save(None)
+
+
 def test_mistakes_are_errors():
     with pytest.raises(ValueError, match="one or more of different names"):
         tritonfp8.sensitivity(Branches(), batch(), [])

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from tritonfp8 import recipes
-from tritonfp8.recipes import Recipe, get
+from tritonfp8.recipes import Recipe, get, of_layers
 from tritonfp8.specs.naming import listed, reasons
 
 Recipes = str | Recipe | Mapping[str, str | Recipe]
@@ -30,6 +30,8 @@ class Choice:
                 f'a recipe is needed, such as "rowwise", the first to try. The recipes:\n{recipes.summary()}\n'
                 "Or give a tritonfp8.Recipe, the path of a .toml file, or a mapping of patterns of layer names to these"
             )
+        if not isinstance(recipe, Mapping):
+            recipe = of_layers(recipe)
         if isinstance(recipe, Mapping):
             self.recipes = {pattern: get(each, batch_invariant=batch_invariant) for pattern, each in recipe.items()}
         else:

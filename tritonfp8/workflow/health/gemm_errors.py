@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from tritonfp8.layers.moe import (
     revert_experts,
 )
 from tritonfp8.recipes import OPERANDS, Gemm, Recipe, get
+from tritonfp8.recipes import save as save_recipes
+from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.naming import listed, repeated
 from tritonfp8.workflow.health.observer import input_of
 from tritonfp8.workflow.health.statistics import local_matrices, local_matrix
@@ -84,6 +87,26 @@ class Sensitivity:
             # A name is a pattern in a mapping.
             found[glob.escape(layer)] = next(within, get("bf16")) if layer in free else first
         return found
+
+    def save(self, path: str | Path, max_error_db: float = MAX_ERROR_DB, budget: int | None = None) -> None:
+        """Write :meth:`mapping` to a TOML file, which :func:`tritonfp8.convert` and the command take as a recipe.
+
+        Replaces the file.
+
+        Args:
+            path: ends in ``.toml``.
+            max_error_db, budget: as for :meth:`mapping`.
+
+        Raises:
+            ValueError: another ending, by which the file would not be read; a negative budget; or two recipes of one
+                name.
+            TypeError: ``path`` is neither a str nor a Path.
+            OSError: the file cannot be written.
+        """
+        require_type("path", path, str | Path, "a str or a Path")
+        if not str(path).endswith(".toml"):
+            raise ValueError(f"the path of a file of recipes must end in .toml; got {str(path)!r}")
+        save_recipes(self.mapping(max_error_db, budget), path)
 
     def __str__(self) -> str:
         mapping, first = self.mapping(), self.recipes[0]
