@@ -68,7 +68,7 @@ ROOM_LINES = {
     "export": 2590,
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
-    "workflow": 3460,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file
+    "workflow": 3490,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file
     "training": 1400,  # the check of a device, which was in cli, too
     "warmup": 1430,
     "integrations": 800,  # figures of sampled steps in the logs of two trainers

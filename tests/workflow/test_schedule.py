@@ -1,6 +1,7 @@
 """Recipes that change while a model trains."""
 
 import copy
+import pickle
 
 import covering
 import pytest
@@ -123,6 +124,51 @@ def test_a_schedule_may_be_given_the_step():
     schedule.step(1)
     assert model[0].recipe == recipes.get("mxfp8")
     assert type(model[2]) is nn.Linear
+
+
+def warnings_of_step(caplog):
+    return [r for r in caplog.records if "training forward before the first schedule.step()" in r.getMessage()]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_training_forward_before_the_first_step_is_told_of_once(caplog, compiled):
+    torch._dynamo.reset()
+    model, _, schedule = scheduled()
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
+    # Neither is a step of the training.
+    model.eval()(batch(0))
+    tritonfp8.verify(model.train(), batch(0), backward=True)
+    with torch.no_grad():
+        model(batch(0))
+    assert warnings_of_step(caplog) == []
+    for _ in range(3):
+        call(batch(0)).sum().backward()
+    (record,) = warnings_of_step(caplog)
+    assert "call step() before the forward of each step" in record.getMessage()
+    assert record.levelname == "WARNING"
+    schedule.step()
+    call(batch(0)).sum().backward()
+    assert len(warnings_of_step(caplog)) == 1
+    # Once more after the first step, without the hook.
+    assert compiled <= counter.frame_count <= 2 * compiled
+    assert not model._forward_pre_hooks
+
+
+def test_a_schedule_that_steps_before_each_forward_is_not_told_of(caplog):
+    model, optimizer, schedule = scheduled()
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    train(model, optimizer, range(3), lambda step: schedule.step())
+    schedule.attach(model)
+    schedule.attach(model)
+    assert len(model._forward_pre_hooks) == 1
+    schedule.step()
+    model(batch(0)).sum().backward()
+    assert warnings_of_step(caplog) == []
+    assert not model._forward_pre_hooks
+    for each in copies:
+        each(batch(0))
+    assert len(warnings_of_step(caplog)) == 2
 
 
 # More than Dynamo compiles.

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from tritonfp8.compat import counting
 from tritonfp8.conversion import ConversionReport, convert, swap_recipe
 from tritonfp8.layers.linear import is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
@@ -28,6 +31,30 @@ class _Stage(NamedTuple):
     recipe: Recipe
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tell_of_step() -> None:
+    # Dynamo calls it while it traces, so that a compiled model is told of, too, and its graph does not break.
+    log.warning(
+        "the model ran a training forward before the first schedule.step(): call step() before the forward of each "
+        "step, or the model keeps the recipe of the first step. Called after the forward, each change is a step late"
+    )
+
+
+class _FirstForward:
+    """A hook until the first step of a schedule. It has no reference to the schedule: models are copied and pickled."""
+
+    def __init__(self) -> None:
+        self.has_told = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # tritonfp8.verify, which logs GEMMs, looks at a model before it trains.
+        if not module.training or not torch.is_grad_enabled() or counting.is_logging or self.has_told:
+            return
+        if not torch.compiler.is_compiling():
+            self.has_told = True
+        _tell_of_step()
+
+
 class RecipeSchedule:
     """The recipe of each training step, as stages that begin at given steps.
 
@@ -41,8 +68,10 @@ class RecipeSchedule:
             loss = model(batch)
             ...
 
-    :meth:`step` comes before the forward of a training step. Parameters, the state of the optimizer and of random
-    numbers stay. ``torch.compile`` compiles once for each recipe, and not again when the schedule returns to a recipe.
+    :meth:`step` comes before the forward of a training step; a training forward before the first one is warned of.
+    Parameters, the state of the optimizer and of random numbers stay. ``torch.compile`` compiles once for each recipe,
+    and not again when the schedule returns to a recipe; a forward that is compiled before the first step is compiled
+    once more after it.
     Only the step number decides, so all ranks of a distributed run change the recipe in the same step.
 
     Args:
@@ -65,6 +94,7 @@ class RecipeSchedule:
         self.next_step = 0
         self._model: nn.Module | None = None
         self._applied: Recipe | None = None
+        self._first_forward: RemovableHandle | None = None
 
     def _step_of(self, start: Start) -> int:
         if isinstance(start, int) and not isinstance(start, bool):
@@ -145,6 +175,8 @@ class RecipeSchedule:
             raise ValueError("the model has no converted layer: use RecipeSchedule.convert")
         self._model = model
         self._apply(self.recipe_at(self.next_step))
+        self._forget_first_forward()
+        self._first_forward = model.register_forward_pre_hook(_FirstForward())
 
     def step(self, step: int | None = None) -> Recipe:
         """Give the model the recipe of the next training step; call it before the forward of that step.
@@ -160,6 +192,7 @@ class RecipeSchedule:
         """
         if self._model is None:
             raise RuntimeError("the schedule has no model: call RecipeSchedule.convert(model) first")
+        self._forget_first_forward()
         step = self.next_step if step is None else step
         self.next_step = step + 1
         recipe = self.recipe_at(step)
@@ -167,6 +200,11 @@ class RecipeSchedule:
             self._apply(recipe)
             log.info("step %d: recipe %s", step, recipe.name)
         return recipe
+
+    def _forget_first_forward(self) -> None:
+        if self._first_forward is not None:
+            self._first_forward.remove()
+            self._first_forward = None
 
     def _apply(self, recipe: Recipe) -> None:
         assert self._model is not None
