@@ -186,15 +186,15 @@ class Monitor:
     def summary(self) -> dict[str, float | str]:
         """The last sampled step in a few figures, as the integrations log them; empty before it. Waits for the device.
 
-        ======================  ====================================================================================
-        ``fp8/worst_sqnr_db``   the lowest SQNR of an operand; left out if nothing was quantized, or nothing was lost
-        ``fp8/worst_layer``     the layer of this operand, by name
-        ``fp8/worst_operand``   ``"input"``, ``"weight"`` or ``"grad_output"``
-        ``fp8/flushed_share``   share of elements that become zero, the mean of the quantized operands
-        ``fp8/saturated_share`` share of elements that are clipped, the mean of the quantized operands
-        ``fp8/flops_share``     share of the linear FLOPs in FP8 by the recipes that the model has now, as in
-                                :class:`tritonfp8.ConversionReport`
-        ======================  ====================================================================================
+        =======================  =====================================================================================
+        ``fp8/worst_sqnr_db``    the lowest SQNR of an operand; left out if nothing was quantized, or nothing was lost
+        ``fp8/worst_layer``      the layer of this operand, by name
+        ``fp8/worst_operand``    ``"input"``, ``"weight"`` or ``"grad_output"``
+        ``fp8/flushed_share``    share of elements that become zero, the mean of the quantized operands
+        ``fp8/saturated_share``  share of elements that are clipped, the mean of the quantized operands
+        ``fp8/flops_share``      share of the linear FLOPs in FP8 by the recipes that the model has now, as in
+                                 :class:`tritonfp8.ConversionReport`
+        =======================  =====================================================================================
         """
         samples = self.samples
         last = [each for each in samples if each.step == samples[-1].step]
