@@ -1,4 +1,4 @@
-"""The source distribution is the repository, and what is built from it is the package."""
+"""The source distribution is the repository, and what is built from it is the package; what its metadata says."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("packaging")
 ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 # What a working directory has beside the repository: .gitignore has a pattern for each.
 LEFT_OVERS = (
@@ -92,3 +94,17 @@ def test_the_package_builds_and_imports_from_the_source_distribution(unpacked, t
     assert done.returncode == 0, done.stderr
     site = tmp_path / "site" / "tritonfp8"
     assert done.stdout.split() == [str(site / "__init__.py"), str(site / "kernels" / "numerics.py")]
+
+
+def test_classifiers_say_what_is_supported_and_tested():
+    classifiers = PROJECT["classifiers"]
+    assert classifiers == sorted(set(classifiers))
+    kinds = {classifier.partition(" :: ")[0] for classifier in classifiers}
+    assert kinds >= {"Development Status", "Environment", "Intended Audience", "Operating System", "Topic", "Typing"}
+    # PEP 639: the expression replaces them, and an index refuses both.
+    assert "License" not in kinds
+    assert PROJECT["license"] == "Apache-2.0"
+    pythons = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    tried_by_ci = re.findall(r"python(3\.\d+)", (ROOT / ".ci" / "run").read_text())
+    assert pythons == tried_by_ci
