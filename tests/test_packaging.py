@@ -1,5 +1,6 @@
-"""The source distribution is the repository, and what is built from it is the package; what its metadata says."""
+"""What users get: the source distribution is the repository, the package is built from it, and an image runs it."""
 
+import json
 import os
 import re
 import shutil
@@ -108,3 +109,33 @@ def test_classifiers_say_what_is_supported_and_tested():
     assert PROJECT["requires-python"] == f">={pythons[0]}"
     tried_by_ci = re.findall(r"python(3\.\d+)", (ROOT / ".ci" / "run").read_text())
     assert pythons == tried_by_ci
+
+
+def instructions():
+    """``(instruction, argument)`` of each line of the Dockerfile."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    return [tuple(line.split(" ", 1)) for line in lines if line and line[0] != "#"]
+
+
+def test_the_image_has_the_torch_that_is_pinned():
+    """Of another version pip would replace it, by a build that may not fit the CUDA of the image."""
+    images = [argument for instruction, argument in instructions() if instruction == "FROM"]
+    [torch] = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert re.fullmatch(rf"pytorch/pytorch:{re.escape(torch)}-cuda\d+\.\d+-cudnn\d+-devel AS checkout", images[0])
+    assert [image.partition(" ")[0] for image in images[1:]] == ["checkout", "checkout"]
+
+
+def test_the_image_runs_the_commands_of_the_readme():
+    readme = "".join(re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL))
+    installs = [argument for instruction, argument in instructions() if instruction == "RUN"]
+    runs = [" ".join(json.loads(argument)) for instruction, argument in instructions() if instruction == "CMD"]
+    together = [f"{install} && {run}" for install, run in zip(installs, runs, strict=True)]
+    assert sorted(together) == sorted(readme.splitlines())
+    # The stage that a build without --target makes.
+    assert runs[-1] == "tritonfp8 train"
+    assert {name for name, _ in instructions()} == {"FROM", "ENV", "WORKDIR", "COPY", "RUN", "CMD"}
+
+
+def test_the_image_gets_no_more_than_the_repository():
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1:] == [".git", *(f"**/{line}" for line in ignored)]
