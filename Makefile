@@ -45,4 +45,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .tritons build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .tritons build dist docs/api *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from docs import objects
 from tritonfp8 import __version__
 
 project, author = "tritonfp8", "the authors of tritonfp8"
@@ -25,7 +26,7 @@ include_patterns = ["*.md", "docs/**.md"]
 exclude_patterns = [".*", "bench", "build", "dist", "examples", "kernels", "notebooks", "runs", "tests", "tritonfp8"]
 suppress_warnings = ["myst.header"]  # "### Added" follows "## Unreleased" more than once in the changelog
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature shows them
@@ -36,7 +37,20 @@ autodoc_mock_imports = [
 
 html_theme = "furo"
 html_title = f"{project} {release}"
-html_show_sourcelink = False
+html_show_sourcelink = False  # of the page; viewcode links each object to its source
+html_static_path, html_css_files = ["static"], ["site.css"]
+
+
+def _write_objects(app: Any) -> None:
+    """Make a page for each object of the API."""
+    if (Path(app.srcdir) / "docs" / "api.md").exists():
+        objects.write(Path(app.srcdir) / "docs")
+
+
+def _list_objects(app: Any, docname: str, source: list[str]) -> None:
+    """Show links to these pages where docs/api.md has the directives."""
+    if docname == "docs/api":
+        source[0] = objects.index(source[0])
 
 
 def _keep_links_to_files(app: Any, docname: str, source: list[str]) -> None:
@@ -69,6 +83,8 @@ def _write_front_page(app: Any, error: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     """Connect what the settings cannot say."""
+    app.connect("builder-inited", _write_objects)
+    app.connect("source-read", _list_objects)
     app.connect("source-read", _keep_links_to_files)
     # Before napoleon, which indents the sections of a docstring.
     app.connect("autodoc-process-docstring", _show_code, priority=400)
