@@ -97,7 +97,7 @@ def index(text: str) -> str:
     def listed(match: re.Match[str]) -> str:
         stays, made = pages(match[1])
         kept = f"```{{eval-rst}}\n{stays}```\n\n" if stays else ""
-        rows = "\n".join(["| name | |", "|---|---|", *(page.row for page in made)])
+        rows = "\n".join(["| name | in short |", "|---|---|", *(page.row for page in made)])
         tree = "\n".join(f"{page.name} <{FOLDER}/{page.name}>" for page in made)
         return f"{kept}{rows}\n\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
 
