@@ -103,6 +103,6 @@ FAULTS = (
         "return ops.transpose_codes(*self._as_operand(), *self.spec.args, *spec.args)",
         "return ops.transpose_codes(self._as_operand()[0], self._as_operand()[1].mul(2), *self.spec.args, *spec.args)",
         "stored codes are transposed by twice their scale",
-        ("tests/layers/stored/test_reads.py",),
+        ("tests/layers/stored/test_stored.py",),
     ),
 )
