@@ -39,7 +39,7 @@ def repository():
 
 
 def build(what, source, out):
-    """Run setuptools' backend in a copy, as pip does, but with what is installed."""
+    """Run setuptools' backend in a copy, as pip does, with the packages of this environment."""
     subprocess.run([sys.executable, "-c", BUILD, what, str(out)], cwd=source, check=True, capture_output=True)
     [built] = out.iterdir()
     return built

@@ -225,7 +225,7 @@ def operands_under_tensor_parallelism(mesh, sizes, how, shape, dim, reshard, sca
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
 def test_operands_under_tensor_parallelism(ranks, how, shape, dim, sizes, reshard, scaling):
-    """A gathered weight has the scales of the whole weight, also where the others are local."""
+    """A gathered weight has the scales of the global weight, also where the others are local."""
     found = ranks.run(4, operands_under_tensor_parallelism, sizes, how, shape, dim, reshard, scaling)
     assert found == [[True, True]] * 4
 

@@ -66,30 +66,18 @@ class _Whole(torch.autograd.Function):
         return own_sum(unalign(k, unalign(gather.target, grad, 0), 1), gather), None, None
 
 
-class _Gathered(torch.autograd.Function):
-    """The rows of all ranks, in their own dtype."""
+class _Exchanged(torch.autograd.Function):
+    """The rows of all ranks, or this rank's of their sum, in their own dtype. Each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gather: TokenGather) -> Tensor:
-        ctx.gather = gather
-        return sealed(_all_rows(rows, gather), rows)
+    def forward(ctx: Any, rows: Tensor, gather: TokenGather, gathers: bool) -> Tensor:
+        ctx.args = gather, gathers
+        return sealed(_all_rows(rows, gather) if gathers else own_sum(rows, gather), rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return own_sum(grad, ctx.gather), None
-
-
-class _Scattered(torch.autograd.Function):
-    """This rank's rows of the sum over ranks; the gradient is gathered in its own dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, scatter: TokenGather) -> Tensor:
-        ctx.scatter = scatter
-        return sealed(own_sum(rows, scatter), rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_rows(grad, ctx.scatter), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gather, gathers = ctx.args
+        return own_sum(grad, gather) if gathers else _all_rows(grad, gather), None, None
 
 
 def _all_rows(rows: Tensor, gather: TokenGather) -> Tensor:
@@ -110,12 +98,12 @@ def own_sum(rows: Tensor, gather: TokenGather) -> Tensor:
 
 def gathered_rows(rows: Tensor, gather: TokenGather) -> Tensor:
     """The rows of all ranks in their own dtype, for recipes with a GEMM in high precision."""
-    return _Gathered.apply(rows, gather)  # type: ignore[no-untyped-call]
+    return _Exchanged.apply(rows, gather, True)  # type: ignore[no-untyped-call]
 
 
 def scattered_rows(rows: Tensor, scatter: TokenGather) -> Tensor:
     """This rank's rows of the sum over ranks, for recipes whose gradient is not gathered in 8 bits."""
-    return _Scattered.apply(rows, scatter)  # type: ignore[no-untyped-call]
+    return _Exchanged.apply(rows, scatter, False)  # type: ignore[no-untyped-call]
 
 
 def gathered_placeholder(rows: Tensor, gather: TokenGather, k: DimLayout) -> Tensor:

@@ -96,7 +96,7 @@ def quantize_now(
 
 
 def quantize_later(x: Tensor, how: Later) -> Pair:
-    """``(qdata, scale)`` of ``x.T``, of which :func:`quantize_now` returned the amax."""
+    """``(qdata, scale)`` of ``x.T``, by the amax that :func:`quantize_now` returned."""
     spec_t, amax_t, codes, scale = how
     amax = () if amax_t is None else (amax_t,)
     if codes is not None and scale is not None:
