@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import tritonfp8
 from bench import first_step, models, shapes
-from bench.limits import host, power
+from bench.limits import host, multicast, power
 from bench.suites import test_launch
 from docs.measured import limits
 from tritonfp8.compat import torch_private, triton_private
@@ -44,6 +44,27 @@ def test_only_samples_of_the_run_count():
     assert sampler.between(1.5, 3.5) == {"mhz": 1325, "watts": 695, "capped": 1}
     assert sampler.between(0.5, 3.5)["capped"] == pytest.approx(2 / 3)
     assert sampler.between(4, 5) == {}
+
+
+def test_multicast_is_measured_beside_our_gemm(tmp_path):
+    rows = rows_of(multicast, tmp_path / "multicast.json")
+    assert [(row["accumulation"], row["contender"]) for row in rows] == [
+        (each, multicast.OWN) for each in multicast.TILES
+    ]
+    assert all(0 < row["error"] < multicast.MAX_ERROR and row["seconds"] > 0 for row in rows)
+
+
+def test_builds_that_differ_in_a_bit_or_err_are_refused():
+    expected = torch.randn(16, 16)
+    out = expected.bfloat16()
+    same = {multicast.ALONE: out.clone, multicast.MULTICAST: out.clone}
+    assert set(multicast.check(same, expected)) == set(same)
+    other = out.clone()
+    other.view(torch.int16)[3, 5] ^= 1
+    with pytest.raises(RuntimeError, match="differs"):
+        multicast.check({**same, multicast.RELAY: other.clone}, expected)
+    with pytest.raises(RuntimeError, match="error"):
+        multicast.check({multicast.OWN: out.neg}, expected)
 
 
 def test_a_part_is_what_a_call_takes_less_without_it(tmp_path, monkeypatch):
