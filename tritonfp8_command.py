@@ -11,6 +11,7 @@ import typer
 
 HELP = {
     "train": "Train one model on the same text in several recipes and compare losses, speed, memory and FP8 share.",
+    "advise": "Measure a model in bf16 and in recipes, by layer, block and step, and recommend how to train it.",
     "doctor": "Show GPU, versions, abilities and how each recipe runs here; test every kernel. Exit code 1 if a test "
     "fails.",
     "recipes": "List the recipes, or describe one.",

@@ -20,8 +20,8 @@ import triton
 import typer
 
 import tritonfp8
-from bench.contest.compare import is_own
 from bench.models import with_head
+from tritonfp8.advice import is_own
 from tritonfp8.training import MODELS
 
 VOCABULARY = 256

@@ -16,10 +16,11 @@ import tritonfp8
 NAMES = {
     "tritonfp8": (
         "ConversionReport", "Float8Experts", "Float8Linear", "QuantSpec", "Quantized", "QuantizedGroups", "Recipe",
-        "RecipeSchedule", "VerificationError", "VerificationReport", "__version__", "convert", "dequantize", "monitor",
-        "quantize", "quantize_both", "quantize_weights_once", "quantized_init", "revert", "scaled_grouped_matmul",
-        "scaled_matmul", "sensitivity", "swap_recipe", "verify", "verify_training",
+        "RecipeSchedule", "VerificationError", "VerificationReport", "__version__", "advise", "convert", "dequantize",
+        "monitor", "quantize", "quantize_both", "quantize_weights_once", "quantized_init", "revert",
+        "scaled_grouped_matmul", "scaled_matmul", "sensitivity", "swap_recipe", "verify", "verify_training",
     ),
+    "tritonfp8.advice": ("Advice", "Recommendation", "plot"),
     "tritonfp8.recipes": (
         "GEMMS", "Gemm", "OPERANDS", "bf16", "blockwise", "describe", "get", "load", "mxfp8", "names", "rowwise",
         "rowwise_hp_grad_weight", "save", "summary", "tensorwise",

@@ -35,6 +35,7 @@ __all__ = [
     "RecipeSchedule",
     "VerificationError",
     "VerificationReport",
+    "advise",
     "convert",
     "dequantize",
     "monitor",
@@ -60,6 +61,7 @@ _LAZY = dict.fromkeys(
     ),
     "tritonfp8.workflow",
 )  # fmt: skip
+_LAZY["advise"] = "tritonfp8.advice"
 _LAZY["quantized_init"] = "tritonfp8.conversion.stored_init"
 
 

@@ -4,17 +4,17 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from bench.contest.cases import Case
 from bench.contest.gates import same_every_time
 from bench.shapes import Shape
+from tritonfp8.advice import kernel_seconds, profiled
 from tritonfp8.training import timers
 
 FLUSH_BYTES = 256 * 2**20
@@ -26,8 +26,6 @@ MAX_SETTLING_RUNS = 300
 HOST_CALLS = 100
 MAX_REASON = 160
 DIGITS = 5
-GEMM_KERNELS = ("matmul", "hopper_grouped", "gemm", "nvjet", "cutlass", "xmma", "cublas")
-OWN_SUFFIX, INDUCTOR_PREFIX = "_kernel", "triton_"
 
 Function = Callable[[], Any]
 Row = dict[str, Any]
@@ -172,15 +170,7 @@ class Device:
         if self.device.type != "cuda":
             return {}
         runs = max(MIN_RUNS, _settling_runs(self.effort.settle, self._runs(function, 1)[0]))
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(runs):
-                function()
-            self.synchronize()
-        return kernel_seconds(
-            (event.key, event.self_device_time_total / 1e6 / runs)
-            for event in profiler.key_averages()
-            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-        )
+        return kernel_seconds((name, seconds) for name, _, seconds in profiled(function, runs))
 
     def release(self) -> None:
         """Free compiled code and memory before the next test."""
@@ -205,44 +195,10 @@ def _wall_seconds(function: Function) -> float:
     return time.perf_counter() - start
 
 
-def captured(function: Function) -> tuple[Any, Any]:
-    """``function`` as a CUDA graph, after a few calls that compile and allocate, and the results that it writes.
-
-    A graph does not own what it reads: the caller keeps it alive.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
-
-
 def describe(error: Exception) -> str:
     """The first line of an error, for a table."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:MAX_REASON]
-
-
-def is_own(kernel: str) -> bool:
-    """Whether a kernel of this name is of this package."""
-    return kernel.endswith(OWN_SUFFIX) and not kernel.startswith(INDUCTOR_PREFIX)
-
-
-def kernel_seconds(kernels: Iterable[tuple[str, float]]) -> Row:
-    """Sum ``(name, seconds)`` of kernels into GEMMs, casts (all other kernels of this package: the passes that find
-    amaxes, too) and others; no fields if all are zero.
-    """
-    sums = {"gemm_seconds": 0.0, "cast_seconds": 0.0, "other_seconds": 0.0}
-    for name, seconds in kernels:
-        # Inductor names a kernel after the ops around it.
-        is_gemm = not name.startswith(INDUCTOR_PREFIX) and any(part in name.lower() for part in GEMM_KERNELS)
-        sums["gemm_seconds" if is_gemm else "cast_seconds" if is_own(name) else "other_seconds"] += seconds
-    return sums if any(sums.values()) else {}
 
 
 def rounded(x: float) -> float:

@@ -22,8 +22,8 @@ import typer
 from torch import Tensor, nn
 
 import tritonfp8
-from bench.contest.compare import captured
 from bench.contest.machine import results_folder, write_results
+from tritonfp8.advice import captured
 
 HIDDEN, HEADS, FFN = 4096, 1024, 14336
 TOKENS = (1, 2, 4, 8, 16, 32, 64)

@@ -18,9 +18,10 @@ from bench.contest.cases import (
     PRECISE_VARIANTS,
     recipe_variants,
 )
-from bench.contest.compare import Contender, captured, measures
+from bench.contest.compare import Contender, measures
 from bench.contest.peers import COMPILED_VERSIONS, TORCHAO_RECIPES, torchao_layers
 from bench.models import build, training_step
+from tritonfp8.advice import captured
 
 # Compiling takes longer than measuring.
 pytestmark = pytest.mark.timeout(1200)

@@ -21,8 +21,8 @@ import typer
 from torch import Tensor, nn
 
 import tritonfp8
-from bench.contest.compare import captured
 from bench.contest.machine import results_folder, write_results
+from tritonfp8.advice import captured
 from tritonfp8.layers.stored import stored_part
 from tritonfp8.optim import AdamW
 from tritonfp8.training import Settings, TrainingStep, corpus, loop, lr_factor, prepare

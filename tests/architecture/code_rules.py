@@ -15,6 +15,8 @@ DEVICE_RECORD = ("collections", "namedtuple")
 MAX_DEVICE_PARAMETERS = 12
 
 MUTABLE_DATACLASSES = {
+    "tritonfp8.advice.measure.Measured": "filled while measuring, so that Ctrl-C keeps what was measured",
+    "tritonfp8.advice.predict.Work": "counts",
     "tritonfp8.compat.counting.GemmCounts": "counts",
     "tritonfp8.integrations.torchtitan.Config": "torchtitan fills and replaces fields of a tree of configs",
     "tritonfp8.integrations.torchtitan.Float8ModelConfig": "see Config",

@@ -24,6 +24,7 @@ LAYERS = (
     {"workflow"},
     {"training"},
     {"warmup"},
+    {"advice"},
     {"integrations"},
     {"cli"},
     {"__main__"},

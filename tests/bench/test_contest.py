@@ -14,6 +14,7 @@ from bench.contest import machine
 from bench.contest.cases import Case
 from bench.contest.compare import Contender, Contest, Device, Effort, Stopwatch
 from bench.shapes import Shape
+from tritonfp8.advice import kernels
 
 CASE, SHAPE = Case("case"), Shape("set", "name", (2, 3))
 
@@ -197,12 +198,12 @@ def test_settled_seconds_follow_the_runs_that_a_gpu_takes_to_settle(monkeypatch)
 
 
 def test_kernels_are_told_apart_by_their_names():
-    kernels = [("hopper_matmul_kernel", 1.0), ("nvjet_qqtst_128x256", 2.0), ("sm90_xmma_gemm_bf16", 4.0)]
-    kernels.append(("hopper_grouped_kernel", 64.0))
+    gemms = [("hopper_matmul_kernel", 1.0), ("nvjet_qqtst_128x256", 2.0), ("sm90_xmma_gemm_bf16", 4.0)]
+    gemms.append(("hopper_grouped_kernel", 64.0))
     others = [("quantize_kernel", 8.0), ("triton_red_fused_scaled_matmul_amax", 16.0), ("Memset (Device)", 32.0)]
     sums = {"gemm_seconds": 71.0, "cast_seconds": 8.0, "other_seconds": 48.0}
-    assert contests.kernel_seconds([*kernels, *others]) == sums
-    assert contests.kernel_seconds([]) == {}
+    assert kernels.kernel_seconds([*gemms, *others]) == sums
+    assert kernels.kernel_seconds([]) == {}
 
 
 def profiled(monkeypatch, runs):
@@ -210,12 +211,17 @@ def profiled(monkeypatch, runs):
     kind = torch.autograd.DeviceType.CUDA
     events = [
         types.SimpleNamespace(
-            key=key, self_device_time_total=runs * seconds * 1e6, device_type=kind, is_user_annotation=annotation
+            key=key,
+            count=runs,
+            self_device_time_total=runs * seconds * 1e6,
+            device_type=kind,
+            is_user_annotation=annotation,
         )
         for key, seconds, annotation in (("a_matmul", 2.0, False), ("cast_kernel", 1.0, False), ("a step", 9.0, True))
     ]
     profiler = types.SimpleNamespace(key_averages=lambda: events)
-    monkeypatch.setattr(contests, "profile", lambda activities: contextlib.nullcontext(profiler))
+    monkeypatch.setattr(kernels, "profile", lambda activities: contextlib.nullcontext(profiler))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     device = Device(torch.device("cpu"), Effort(1, 0.0, 1, 0.03))
     monkeypatch.setattr(device, "_runs", lambda function, count: [0.01 / (runs / 3)] * count)
     monkeypatch.setattr(device, "synchronize", lambda: None)

@@ -15,7 +15,7 @@ import tritonfp8
 from tritonfp8 import recipes, training
 from tritonfp8.cli import console
 from tritonfp8.cli import warmup as warmup_command
-from tritonfp8.cli.console import console_of
+from tritonfp8.cli.console import Bars, console_of
 from tritonfp8.warmup import run as warmup
 
 # What the command calls, and what it could have done; tests put others in its place.
@@ -163,7 +163,7 @@ class TestWarmUp:
 
     def test_a_terminal_gets_bars_with_an_eta(self):
         console = Console(force_terminal=True, width=120, record=True, file=io.StringIO())
-        with warmup_command._Bars(console) as bars:
+        with Bars(console) as bars:
             bars("compile", 3, 12)
         shown = console.export_text()
         assert "compile" in shown

@@ -1,4 +1,4 @@
-"""The ``tritonfp8`` command: ``train``, ``doctor``, ``recipes``, ``verify`` and ``warmup``."""
+"""The ``tritonfp8`` command: ``train``, ``advise``, ``doctor``, ``recipes``, ``verify`` and ``warmup``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tritonfp8 import recipes
+from tritonfp8.cli.advise import advise
 from tritonfp8.cli.console import console_of, fail
 from tritonfp8.cli.train import train
 from tritonfp8.cli.verify import verify
@@ -18,6 +19,7 @@ from tritonfp8_command import root
 
 app = root()
 app.command()(train)
+app.command()(advise)
 
 
 @app.command("doctor")

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tritonfp8.cli.console import INTERRUPTED, MODEL_HELP, console_of, fail, names_in
+from tritonfp8.cli.console import INTERRUPTED, MODEL_HELP, Bars, console_of, fail, names_in
 from tritonfp8.warmup import ranks, record
 from tritonfp8.warmup import run as warming
 from tritonfp8.warmup import workers as warmup_workers
@@ -71,7 +70,7 @@ def _warm_up(tokens: list[str], **options: Any) -> None:
         console.print("--device cpu: the reference ops run, and nothing is compiled.", style="yellow")
     try:
         batches = [warming.parse_tokens(each) for each in tokens]
-        with _Bars(console) as bars:
+        with Bars(console) as bars:
             report = warming.warm_up(tokens=batches, progress=bars, **options)
     except (ValueError, RuntimeError, ModuleNotFoundError) as error:
         fail(error)
@@ -92,30 +91,3 @@ def _show_warm_up(report: warming.Report, console: Console) -> None:
         raise typer.Exit(INTERRUPTED)
     if report.failed:
         raise typer.Exit(1)
-
-
-class _Bars:
-    """A progress bar with ETA for each stage of a warm-up; without a terminal, one line a stage."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bars = Progress(
-            *columns, TextColumn("ETA"), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-        )
-        self.tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> _Bars:
-        self.bars.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.bars.stop()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` steps of a stage are finished."""
-        if stage not in self.tasks:
-            self.tasks[stage] = self.bars.add_task(stage, total=total)
-        self.bars.update(self.tasks[stage], completed=done, total=total)
-        if done == total and not self.console.is_terminal:
-            self.console.print(f"{stage}: {done}/{total}")

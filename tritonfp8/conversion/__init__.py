@@ -12,5 +12,6 @@ others       FLOP counters, which learn of converted layers, and FP8 libraries, 
 
 from tritonfp8.conversion.model import convert, revert, swap_recipe
 from tritonfp8.conversion.report import ConversionReport
+from tritonfp8.conversion.selection import Recipes, cost, linears, sizes_of
 from tritonfp8.conversion.shares import fp8_share
 from tritonfp8.conversion.wrapped import bare, reshard

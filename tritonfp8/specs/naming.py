@@ -39,8 +39,8 @@ def repeated(rows: Iterable[tuple[str, V]]) -> list[Repeated[V]]:
     groups: dict[tuple[str, V], list[str]] = {}
     of_pattern: dict[str, set[str]] = {}
     for name, verdict in rows:
-        groups.setdefault((_pattern(name), verdict), []).append(name)
-        of_pattern.setdefault(_pattern(name), set()).add(name)
+        groups.setdefault((pattern_of(name), verdict), []).append(name)
+        of_pattern.setdefault(pattern_of(name), set()).add(name)
     return [
         Repeated(_label(names, len(names) == len(of_pattern[pattern])), tuple(names), verdict)
         for (pattern, verdict), names in groups.items()
@@ -81,7 +81,8 @@ def _listed(groups: Sequence[Repeated[V]], limit: int) -> str:
     return ", ".join(shown[:limit]) + more
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
+    """The pattern of a name that repeats over blocks: a star for each number."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

@@ -5,7 +5,7 @@ Exports the settings, the run, its progress, the models, the report and the time
 
 from tritonfp8.training import report, timers
 from tritonfp8.training.loop import UNTIMED_STEPS, TrainingStep, lr_factor, next_token_loss, run
-from tritonfp8.training.models import MODELS, build_model, default_lr, require_train_extra
+from tritonfp8.training.models import MODELS, build_model, default_lr, read_config, require_train_extra
 from tritonfp8.training.progress import Progress
 from tritonfp8.training.settings import (
     BASELINE,
@@ -33,6 +33,7 @@ __all__ = [
     "lr_factor",
     "next_token_loss",
     "prepare",
+    "read_config",
     "report",
     "require_train_extra",
     "run",

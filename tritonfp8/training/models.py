@@ -96,7 +96,7 @@ def build_model(name: str, seq_len: int, seed: int) -> nn.Module:
     """
     with _quiet_imports():
         from transformers import AutoModelForCausalLM
-    config = _config(name)
+    config = read_config(name)
     text_config = config.get_text_config()
     if (getattr(text_config, "vocab_size", None) or 0) < VOCABULARY:
         raise ValueError(
@@ -115,7 +115,12 @@ def build_model(name: str, seq_len: int, seed: int) -> nn.Module:
     return model
 
 
-def _config(name: str) -> Any:
+def read_config(name: str) -> Any:
+    """The transformers config of a preset, of a JSON file, or of a folder with one.
+
+    Raises:
+        ValueError: neither a preset nor a config.
+    """
     with _quiet_imports():
         from transformers import AutoConfig, LlamaConfig, MixtralConfig
     if preset := MODELS.get(name):

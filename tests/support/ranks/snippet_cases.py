@@ -361,12 +361,24 @@ def check_fsdp(names):
     check_trains(names)
 
 
+def advised(mesh):
+    return {"model": Mlp().bfloat16(), "x": torch.randn(64, HIDDEN, dtype=torch.bfloat16)}
+
+
+def check_advised(names):
+    assert not names["advice"].measured
+    assert {step.contender for step in names["advice"].steps} >= {"bf16", "rowwise", "blockwise"}
+    # Layers this small stay in bf16.
+    assert recipes_of(names["model"]) == set()
+
+
 CASES = {
     "README.md-0": Case(lambda mesh: {}, checks.check_program, ranks=False),
     "README.md-1": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, check_reverted, ranks=False),
     "tensors.md-0": Case(
         lambda mesh: {"x": torch.randn(5, 200), "weight": torch.randn(7, 200)}, check_product, ranks=False
     ),
+    "advise.md-0": Case(advised, check_advised, ranks=False),
     "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
     "convert.md-2": Case(lambda mesh: {"model": Mlp()}, checks.check_recipe("rowwise_codes"), ranks=False),

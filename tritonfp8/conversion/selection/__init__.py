@@ -8,6 +8,7 @@ cost     whether a layer would get slower, for "auto"
 selected all of this together: the layers to convert, and the reasons for the others
 """
 
+from tritonfp8.conversion.selection import cost
 from tritonfp8.conversion.selection.choice import Choice, Recipes
 from tritonfp8.conversion.selection.filters import Filter, Selection
 from tritonfp8.conversion.selection.roles import Roles

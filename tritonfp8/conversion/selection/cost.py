@@ -1,11 +1,18 @@
-"""Whether a converted layer would be slower than the layer in bf16, for ``convert(..., filter="auto")``.
+"""Whether a converted layer, or block, would be slower than in bf16, for ``convert(..., filter="auto")``.
 
 The times of FP8 GEMMs come from the tuned table, or are predicted as the launch predicts them. The other figures are of
 an H200, from ``bench/results/nvidia-h200/linear.json`` (rows "layer kernels", 2026): a bf16 GEMM reaches 0.71 PFLOP/s,
 casts in both orientations move 2.4 TB/s. A launch takes at least as long as a short kernel.
+
+A block takes as long as its kernels, or as long as the host needs to launch them, whichever is longer.
 """
 
 from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +27,14 @@ LAUNCH_SECONDS = 5e-6
 ITEMSIZE = 2
 # A model on the CPU or on the meta device, where no GPU is: the machine of the shipped table.
 H200 = Abilities("NVIDIA H200", (9, 0), True, True, True, True, True, False, 132, 232448)
+MACHINES = {"h200": H200, "h100": replace(H200, name="NVIDIA H100 80GB HBM3")}
+"""Machines whose tuned tables ship, by the name that a prediction is asked for."""
+# Host seconds of a launch of torch (``Tensor.zero_``) where ``HOST_LAUNCHES`` were measured, for a host without a GPU.
+TORCH_LAUNCH = 8e-6
+# Host time of a layer, forward and backward, eager, in launches of torch: in bf16, and for each GEMM and each cast of
+# an operand that a recipe adds (``python -m bench.advice``).
+HOST_LAUNCHES = {"bf16": 9.0, "gemm": 4.0, "cast": 3.0, "layer": 8.0}
+LAUNCHES_TIMED = 200
 
 
 def why_slower(recipe: Recipe, tokens: int, sizes: tuple[int, int], device: torch.device) -> str | None:
@@ -31,7 +46,7 @@ def why_slower(recipe: Recipe, tokens: int, sizes: tuple[int, int], device: torc
         sizes: its in features, K, and out features, N.
         device: of its weight; a GPU is assumed for weights elsewhere.
     """
-    machine = _machine(device)
+    machine = machine_of(device)
     plain, quantized = layer_seconds(None, tokens, sizes, machine), layer_seconds(recipe, tokens, sizes, machine)
     if quantized <= plain:
         return None
@@ -48,7 +63,53 @@ def layer_seconds(recipe: Recipe | None, tokens: int, sizes: tuple[int, int], ma
     gemms = {gemm: Gemm() if recipe is None else getattr(recipe, gemm) for gemm in GEMMS}
     seconds = sum(_gemm_seconds(gemms[gemm], shapes[gemm], machine) for gemm in GEMMS)
     operands = {"input": (tokens, k), "weight": (n, k), "grad_output": (tokens, n)}
-    return seconds + sum(_cast_seconds(casts, *operands[operand]) for operand, casts in _casts(gemms).items())
+    return seconds + sum(cast_seconds(casts, *operands[operand]) for operand, casts in _casts(gemms).items())
+
+
+def why_slower_block(layers: Iterable[tuple[Recipe, tuple[int, int]]], tokens: int, device: torch.device) -> str | None:
+    """The reason why a block of layers gets slower, because the host cannot launch it fast enough, or None.
+
+    Args:
+        layers: the recipe of each layer, with its in and out features.
+        tokens: rows of their input.
+        device: of their weights.
+    """
+    found, machine = list(layers), machine_of(device)
+    launch = launch_seconds(machine.name) if torch.cuda.is_available() else TORCH_LAUNCH
+    plain = sum(layer_seconds(None, tokens, sizes, machine) for _, sizes in found)
+    quantized = sum(layer_seconds(recipe, tokens, sizes, machine) for recipe, sizes in found)
+    host, plain_host = (
+        launch * sum(host_launches(each) for each in of) for of in ([r for r, _ in found], [None] * len(found))
+    )
+    if max(quantized, host) <= max(plain, plain_host):
+        return None
+    return (
+        f"the host would need {host * 1e6:.0f} us a step to launch the layers of its block, which take "
+        f"{max(plain, plain_host) * 1e6:.0f} us in bf16, with {tokens} tokens on {machine.name}"
+    )
+
+
+def host_launches(recipe: Recipe | None) -> float:
+    """Host time of a layer, forward and backward, eager, in launches of torch; None stands for bf16."""
+    gemms = [getattr(recipe, gemm) for gemm in GEMMS] if recipe is not None else []
+    if not any(gemm.quantized for gemm in gemms):
+        return HOST_LAUNCHES["bf16"]
+    casts = sum(_casts(dict(zip(GEMMS, gemms, strict=True))).values())
+    return HOST_LAUNCHES["layer"] + HOST_LAUNCHES["gemm"] * len(gemms) + HOST_LAUNCHES["cast"] * casts
+
+
+@functools.cache
+def launch_seconds(name: str) -> float:
+    """Host seconds of a launch of torch on the current GPU, whose name is the key of what was measured before."""
+    x = torch.zeros(1, device="cuda")
+    x.zero_()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(LAUNCHES_TIMED):
+        x.zero_()
+    found = (time.perf_counter() - begin) / LAUNCHES_TIMED
+    torch.cuda.synchronize()
+    return found
 
 
 def _casts(gemms: dict[str, Gemm]) -> dict[str, int]:
@@ -61,7 +122,8 @@ def _casts(gemms: dict[str, Gemm]) -> dict[str, int]:
     return {operand: sum(gemm.quantized for gemm in of) for operand, of in readers.items()}
 
 
-def _cast_seconds(orientations: int, rows: int, columns: int) -> float:
+def cast_seconds(orientations: int, rows: int, columns: int) -> float:
+    """Predicted seconds of a cast of a bf16 tensor into so many orientations."""
     if not orientations:
         return 0.0
     # Read once, and a byte an element written for each orientation.
@@ -95,7 +157,8 @@ def _fp8_seconds(
     return predicted_time(config, *mnk, ITEMSIZE, machine.num_sms)
 
 
-def _machine(device: torch.device) -> Abilities:
+def machine_of(device: torch.device) -> Abilities:
+    """The machine of a device: without a GPU, an H200."""
     if device.type == "cuda":
         return abilities(device)
     return abilities("cuda") if torch.cuda.is_available() else H200

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from tritonfp8.conversion.selection.choice import check_patterns, names_part, why_skipped
-from tritonfp8.conversion.selection.cost import why_slower
+from tritonfp8.conversion.selection.cost import why_slower, why_slower_block
 from tritonfp8.conversion.selection.roles import Roles
 from tritonfp8.layers.moe import class_of_experts
 from tritonfp8.recipes import Recipe
@@ -70,6 +71,23 @@ class Selection:
             self.slower.update([name] if reason else [])
             return reason
         return None
+
+    def blocks(self, names: Iterable[str]) -> list[list[str]]:
+        """For ``"auto"`` the names by block: layers that agree up to the first number are of one block."""
+        found: dict[str, list[str]] = {}
+        for name in names if self.is_auto else ():
+            parts = name.split(".")
+            number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+            found.setdefault(".".join(parts[: number + 1]), []).append(name)
+        return list(found.values())
+
+    def why_slower_block(
+        self, sizes: Mapping[str, tuple[int, int]], recipes: Mapping[str, Recipe], device: torch.device
+    ) -> str | None:
+        """The reason why a block, of layers of these sizes, would wait for the host, or None."""
+        reason = why_slower_block([(recipes[name], size) for name, size in sizes.items()], self.tokens, device)
+        self.slower.update(sizes if reason else ())
+        return reason
 
     def matching(self, name: str) -> list[str]:
         """The patterns of the filter that match a name; they count as used."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tritonfp8.conversion.report import ConversionReport
@@ -123,7 +124,17 @@ def select(
     unmatched = [name for name, reason in found.skipped.items() if reason == NO_PATTERN]
     choice.check_all_used([*found.already, *found.modules, *unmatched], found.skipped)
     selection.check_all_used(found.skipped)
+    for names in selection.blocks(found.modules):
+        sizes = {name: sizes_of(found.modules[name]) for name in names}
+        reason = selection.why_slower_block(sizes, found.recipes, _device_of(found.modules[names[0]]))
+        for name in names if reason else ():
+            del found.modules[name], found.recipes[name]
+            found.skipped[name] = str(reason)
     return found._replace(slower=frozenset(selection.slower))
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(p.device for p in module.parameters())
 
 
 def _why_not(name: str, module: nn.Module, choice: Choice, selection: Selection) -> str | None:

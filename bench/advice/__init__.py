@@ -1,0 +1,1 @@
+"""``tritonfp8.advise`` tried on public models: its predictions beside the whole models, measured."""
