@@ -2,14 +2,14 @@
 
 from typing import ClassVar
 
-import diffusers
 import peft
 import pytest
 import torch
 import transformers
+from diffusion import DIFFUSION
 from torch import nn
 
-from tritonfp8 import convert
+from tritonfp8 import convert, revert
 
 HEAD = "an output head"
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
@@ -160,10 +160,17 @@ class TestNames:
 
     def test_of_diffusers(self):
         """The blocks of Flux have layers of the same name as its last one."""
-        sizes = {"in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
-        model = diffusers.FluxTransformer2DModel(
-            patch_size=1, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, **sizes
-        )
-        report = convert(Holder(pipe=model), "rowwise")
-        assert list(report.skipped) == ["pipe.proj_out"]
+        report = convert(Holder(pipe=DIFFUSION["flux"]()[0]), "rowwise")
+        assert [name for name, reason in report.skipped.items() if reason.startswith(HEAD)] == ["pipe.proj_out"]
         assert "pipe.single_transformer_blocks.0.proj_out" in report.converted
+
+    def test_of_transformers_inside_of_a_unet(self):
+        """Each of them is a model of diffusers, too."""
+        model, _ = DIFFUSION["unet"]()
+        report = convert(model, "rowwise")
+        names = [name for name, _ in model.named_modules() if name.endswith("proj_out")]
+        assert len(names) == 4
+        assert set(names) <= report.converted.keys()
+        transformer = model.mid_block.attentions[0]
+        revert(model)
+        assert list(heads(transformer)) == ["proj_out"]

@@ -1,14 +1,21 @@
-"""Heads, routers, adapters and what a model keeps in float32 stay so until a pattern names them; look-alikes do not."""
+"""Heads, routers, adapters, conditioning layers and what a model keeps in float32 stay so until a pattern names them;
+look-alikes do not.
+"""
+
+import copy
 
 import peft
 import pytest
 import torch
 import transformers
 from cases import llama
+from diffusion import BATCH, DIFFUSION
 from torch import nn
 
 from tritonfp8 import convert, recipes
+from tritonfp8.conversion.selection import linears
 from tritonfp8.conversion.selection.choice import names_part
+from tritonfp8.specs.testing import sqnr
 
 
 def modules(**layers):
@@ -188,6 +195,74 @@ class TestKeptInFloat32:
         model = Keeps(wo=nn.Linear(32, 32), former=modules(layer=(32, 32)), layer=nn.Linear(32, 32))
         assert roles(model, {"*wo": "blockwise", "*": "rowwise"}) == {"former.layer": f"{KEPT}_strict"}
         assert roles(model, filter=["former.*"]).get("former.layer") is None
+
+
+CONDITION = "a conditioning layer"
+
+
+class TestConditioning:
+    """Layers that read a row an image: a timestep, a label, a pooled text."""
+
+    @pytest.mark.parametrize("name", DIFFUSION)
+    def test_no_converted_layer_of_diffusers_reads_a_row_an_image(self, name):
+        model, inputs = DIFFUSION[name]()
+        rows, names = {}, {module: layer for layer, module in linears(model)}
+
+        def counted(layer, args):
+            rows[layer] = args[0][..., 0].numel()
+
+        for module in names:
+            module.register_forward_pre_hook(counted)
+        with torch.no_grad():
+            model(**inputs)
+        report = convert(model, "rowwise")
+        per_image = {names[layer] for layer, count in rows.items() if count == BATCH}
+        of_condition = {layer for layer, reason in report.skipped.items() if reason.startswith(CONDITION)}
+        assert rows.keys() == names.keys()
+        assert per_image.isdisjoint(report.converted)
+        assert of_condition <= per_image
+        # proj_out_1 of DiT reads the condition, and has the name of an output head.
+        assert per_image - of_condition == ({"proj_out_1"} if name == "dit" else set())
+
+    def test_of_the_code_of_papers(self):
+        block = modules(qkv=(32, 96), adaLN_modulation=nn.Sequential(nn.SiLU(), nn.Linear(32, 192)))
+        final = modules(linear=(32, 16), adaLN_modulation=nn.Sequential(nn.SiLU(), nn.Linear(32, 64)))
+        model = modules(
+            t_embedder=modules(mlp=nn.Sequential(nn.Linear(64, 32))), blocks=nn.Sequential(block), final=final
+        )
+        names = ["t_embedder.mlp.0", "blocks.0.adaLN_modulation.1", "final.adaLN_modulation.1"]
+        assert roles(model) == dict.fromkeys(names, CONDITION)
+
+    def test_layers_of_tokens_with_similar_names(self):
+        """FocalNet modulates tokens by tokens, DBRX has its attention beside norms, and an embedder may read words."""
+        model = modules(
+            modulation=modules(projection_in=(32, 32)), norm_attn_norm=modules(attn=modules(Wqkv=(32, 96))),
+            roberta_prelayernorm=modules(pooler=modules(dense=(32, 32))), normal=modules(layer=(32, 32)),
+            timesformer=modules(temporal_dense=(32, 32)), text_embedder=modules(linear_1=(32, 32)), time_mix=(32, 32),
+        )  # fmt: skip
+        assert roles(model) == {}
+
+    def test_a_pattern_that_names_it(self):
+        model = modules(norm1=modules(linear=(32, 192)), time_embed=(32, 32), layer=(32, 32))
+        assert roles(model, {"*norm1.*": "rowwise", "*": "rowwise"}) == {"time_embed": CONDITION}
+        model = modules(norm1=modules(linear=(32, 192)), time_embed=(32, 32), layer=(32, 32))
+        assert roles(model, filter=["time_embed", "layer"]).get("time_embed") is None
+
+    def test_its_share_of_the_flops_of_a_token_is_nothing(self):
+        report = convert(modules(norm1=modules(linear=(32, 192)), layer=(32, 32)), "rowwise")
+        assert report.fp8_share == 1
+        assert report.high_precision["norm1.linear.weight"].flops == 0
+
+    def test_the_output_is_closer_to_high_precision_than_with_all_layers_converted(self):
+        """The error of a scale is the error of all tokens of an image."""
+        model, inputs = DIFFUSION["sd3"]()
+        everywhere = copy.deepcopy(model)
+        with torch.no_grad():
+            expected = model(**inputs).sample
+            convert(model, "rowwise")
+            convert(everywhere, "rowwise", filter=lambda layer, name: name != "proj_out")
+            default, worse = (sqnr(each(**inputs).sample, expected) for each in (model, everywhere))
+        assert default > worse
 
 
 class TestNamed:

@@ -78,8 +78,8 @@ def convert(
     on the meta device. Nothing is changed if an error is raised. Layers that are converted keep their recipe.
 
     These stay in high precision, unless a pattern has their name (``"*lm_head"`` but not ``"*"``) or ``filter`` is a
-    function: output heads, routers, adapters (``lora_A``), what a model of transformers or diffusers keeps in float32
-    (``_keep_in_fp32_modules``), and layers of fewer than 16 in or out features (only by a function).
+    function: output heads, routers, adapters (``lora_A``), conditioning layers (``time_embed``, ``adaLN_modulation``),
+    what a model lists in ``_keep_in_fp32_modules``, and layers below 16 in or out features (only by a function).
 
     Experts, of transformers 5 (``set_experts_implementation`` has no effect then) and torchtitan, are layers, too
     (:func:`tritonfp8.functional.grouped_linear`). The report has the reason for each layer that is skipped.

@@ -1,7 +1,7 @@
 """The parameters that no converted layer has, and the share of the linear FLOPs that runs in FP8.
 
 FLOPs count a forward a token: 2 for each element of a matrix that multiplies it. Backward takes twice as much of
-every layer, so a training step has the same shares.
+every layer, so a training step has the same shares. A conditioning layer counts 0: it reads a row an image.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tritonfp8.conversion.report import HighPrecision
-from tritonfp8.conversion.selection import linears
+from tritonfp8.conversion.selection import CONDITION, linears
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, is_converted
 from tritonfp8.layers.moe import ConvertedExperts, class_of_experts, is_converted_experts
 
@@ -112,6 +112,8 @@ def _count(modules: Mapping[str, nn.Module], use: _Use, skipped: Mapping[str, st
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return _Count(0, LOOKED_UP)
     layer = next((path for path in _ancestors(use.path) if path in skipped), None)
+    if layer is not None and skipped[layer].startswith(CONDITION):
+        return _Count(0, skipped[layer], layer)
     share, note = _active(modules, use)
     if layer is not None:
         if isinstance(module, nn.Linear) and use.key == "weight":

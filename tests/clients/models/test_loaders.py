@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 from accelerate.utils import load_checkpoint_in_model, set_module_tensor_to_device
+from diffusion import flux
 from loader_cases import SIZES, config_of, differing, plain, quantized, stored_after
 
 import tritonfp8
@@ -162,20 +163,13 @@ def test_adapters_of_a_model_that_is_stored(folders, adapters, family):
         assert differing(model.unload(), expected) == []
 
 
-def flux():
-    torch.manual_seed(0)
-    sizes = {"in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
-    heads = {"attention_head_dim": 16, "num_attention_heads": 2}
-    return diffusers.FluxTransformer2DModel(patch_size=1, num_layers=1, num_single_layers=1, **heads, **sizes)
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"low_cpu_mem_usage": False}, {"device_map": "auto"}, {"torch_dtype": torch.bfloat16}],
     ids=["low", "not_low", "auto", "bfloat16"],
 )
 def test_diffusers_from_pretrained(tmp_path, options):
-    flux().save_pretrained(tmp_path)
+    flux()[0].save_pretrained(tmp_path)
     with tritonfp8.quantized_init("rowwise"):
         found = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path, **options)
     expected = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path, **options)
@@ -231,7 +225,7 @@ def test_what_the_whole_model_tells_counts_before_a_checkpoint_is_read(tmp_path,
 
 
 def test_diffusers_tells_layers_of_one_name_apart(tmp_path):
-    source = flux()
+    source, _ = flux()
     source.save_pretrained(tmp_path)
     with tritonfp8.quantized_init("rowwise"):
         found = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path)

@@ -11,7 +11,7 @@ selected all of this together: the layers to convert, and the reasons for the ot
 from tritonfp8.conversion.selection import cost
 from tritonfp8.conversion.selection.choice import Choice, Recipes
 from tritonfp8.conversion.selection.filters import Filter, Selection
-from tritonfp8.conversion.selection.roles import Roles
+from tritonfp8.conversion.selection.roles import CONDITION, Roles
 from tritonfp8.conversion.selection.selected import (
     NO_PATTERN,
     Selected,

@@ -26,9 +26,9 @@ Filter = Callable[[nn.Module, str], bool] | Collection[str] | str
 class Selection:
     """Whether a layer is converted, by the argument ``filter``.
 
-    A function decides by itself. Otherwise small layers, output heads, routers, adapters and what a model keeps in
-    float32 are left out, unless a pattern names them (small layers always); patterns of ``filter`` leave out what none
-    of them matches, and ``"auto"`` what would get slower.
+    A function decides by itself. Otherwise small layers are left out, and layers with a role, such as output heads
+    (:mod:`.roles`), unless a pattern names them; patterns of ``filter`` leave out what none of them matches, and
+    ``"auto"`` what would get slower.
 
     Raises:
         ValueError: another str than ``"auto"``, a pattern list without patterns, or ``tokens`` below 1.

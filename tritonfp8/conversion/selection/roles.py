@@ -1,9 +1,12 @@
-"""Layers that stay in high precision by default: output heads, routers of experts, adapters, and what a model keeps in
-float32.
+"""Layers that stay in high precision by default: output heads, routers of experts, adapters, conditioning layers, and
+what a model keeps in float32.
 
 A head's logits decide the loss, and a router's the experts: both are sensitive to rounding and cheap. An adapter has a
 few features, and FP8 would make it slower. What the model tells of its heads counts first (:mod:`.heads`). All else is
 recognized by name and place, as nothing in a layer tells its role.
+A conditioning layer reads a timestep, a label or a pooled text: a row an image, where other layers read a row a token.
+So its GEMMs are too small to get faster. Its output scales and shifts all tokens of the image, and rounding it moves
+them all alike. A block of DiT has a third of its weights there.
 Models of transformers and diffusers list the names of what they load in float32, such as the layer by which the
 attention of DeepSeek-V3.2 chooses its tokens; quantizers of transformers leave these layers as they are, too.
 """
@@ -19,12 +22,19 @@ from tritonfp8.conversion.selection.heads import COPIES, WITH_HEAD, WRAPPERS, la
 
 HEADS = {"lm_head", "embed_out"}
 HEAD = "an output head"
+CONDITION = "a conditioning layer"
 # Also the names of ordinary layers: heads only at the top of a model, or beside an embedding of as many rows.
 HEADS_BY_PLACE = {"output", "score", "head", "heads", "classifier", "logits"}
 # The last layer of a model of diffusers; their blocks have layers of that name, too.
 OUTPUT_OF_DIFFUSERS = re.compile(r"proj_out(_\d+)?")
 ROUTERS = {"gate", "router"}
 ADAPTER = re.compile(r"lora_\w*")
+# Names in diffusers, transformers and the code of papers. A bare "modulation" is also an ordinary layer (FocalNet).
+CONDITIONING = re.compile(
+    r"(t|time|timestep|time_step|guidance)_(\w+_)?(emb|proj)\w*|add_embedding|adaln\w*|\w+_modulation(_\w+)?|(img|txt)_mod"
+)
+# A linear layer directly inside of a norm computes its scale and shift: norm1.linear of AdaLayerNormZero.
+NORM = re.compile(r"(\w+_)?norm(_\w+|\d\w*)?")
 # A router maps to as many features as there are experts: far fewer than its input has.
 ROUTER_RATIO = 4
 # The lists of transformers and diffusers: parts of the names of parameters.
@@ -78,7 +88,7 @@ class Roles:
             return Role(HEAD, _part(path))
         if self._is_router(path, name, in_features, out_features):
             return Role("a router", path[-1] if path[-1] in ROUTERS else path[-2])
-        return self.kept_by_a_model(name)
+        return self.kept_by_a_model(name) or _conditioning(path)
 
     def kept_by_a_model(self, name: str) -> Role | None:
         """The role of a layer that a module around it keeps in float32, or None."""
@@ -123,7 +133,10 @@ class Roles:
             return True
         parent = self.modules[self._until(path, name).rpartition(".")[0]]
         if OUTPUT_OF_DIFFUSERS.fullmatch(path[-1]):
-            return any(cls.__name__ == "ModelMixin" and _is_of_diffusers(cls) for cls in type(parent).__mro__)
+            # Transformers inside of a UNet are models, too: their last layers are ordinary ones.
+            parts = name.split(".")
+            around = (self.modules[".".join(parts[:i])] for i in range(len(parts)))
+            return next((each is parent for each in around if _is_model_of_diffusers(each)), False)
         rows = (module.num_embeddings for module in parent.modules() if isinstance(module, nn.Embedding))
         return WITH_HEAD.search(type(parent).__name__) is not None or out_features in rows
 
@@ -144,8 +157,17 @@ def _part(path: list[str]) -> str:
     return next((part for part in reversed(path) if not part.isdigit()), path[-1])
 
 
-def _is_of_diffusers(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "diffusers"
+def _is_model_of_diffusers(module: nn.Module) -> bool:
+    mixins = (cls for cls in type(module).__mro__ if cls.__name__ == "ModelMixin")
+    return any(cls.__module__.partition(".")[0] == "diffusers" for cls in mixins)
+
+
+def _conditioning(path: list[str]) -> Role | None:
+    """The role of a layer that reads a row an image, or None."""
+    named = next((part for part in path if CONDITIONING.fullmatch(part.lower())), None)
+    of_norm = path[-2] if len(path) > 1 and NORM.fullmatch(path[-2].lower()) else None
+    part = named or of_norm
+    return None if part is None else Role(f"{CONDITION} (a row an image)", part)
 
 
 def kept_in_float32(module: nn.Module) -> list[tuple[str, str]]:
