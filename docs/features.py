@@ -339,6 +339,15 @@ CLIENTS = (
     ),
     Column("LoRA of peft on a converted base", ("tests/clients/test_peft.py::test_adapters_train_and_the_base_stays",)),
     Column(
+        "diffusion transformers of diffusers",
+        ("tests/clients/models/test_diffusion.py::test_layers_run_in_both_precisions",),
+        known="In autocast, and with bfloat16 weights. Conditioning layers stay in high precision.",
+    ),
+    Column(
+        "vision transformers, 197 tokens an image",
+        ("tests/clients/models/test_vision.py::test_every_layer_runs_and_every_weight_moves",),
+    ),
+    Column(
         "Lightning's Trainer",
         (f"{_LIGHTNING}::test_the_trainer_trains_as_after_convert",),
         fixed={"blockwise": f"{_LIGHTNING}::test_the_trainer_converts_in_other_precisions"},

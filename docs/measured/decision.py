@@ -16,6 +16,9 @@ TRAINED = "train-160m/training.json"
 ON_TWO = "distributed-1b-x2/distributed.json"
 # (in features, out features) of linear layers, and tokens of a step, that the cost model is asked for.
 LAYERS = ((1024, 1024), (1024, 4096), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192))
+# Attention and MLP of ViT-B, DiT-XL, ViT-H, SD3 and Flux.
+WIDTHS_OF_VISION = (768, 1152, 1280, 1536, 3072)
+LAYERS_OF_VISION = tuple((width, times * width) for width in WIDTHS_OF_VISION for times in (1, 4))
 TOKENS = tuple(2**n for n in range(6, 18))
 
 
@@ -69,9 +72,9 @@ def first_tokens(recipe: str, sizes: tuple[int, int]) -> int | None:
     return found
 
 
-def tokens() -> str:
+def tokens(layers: Sequence[tuple[int, int]] = LAYERS) -> str:
     """Tokens a step from which a layer is faster than in bf16, by the cost model of ``filter="auto"``."""
-    lines = [(f"{k} x {n}", *(str(first_tokens(recipe, (k, n)) or "never") for recipe in RECIPES)) for k, n in LAYERS]
+    lines = [(f"{k} x {n}", *(str(first_tokens(recipe, (k, n)) or "never") for recipe in RECIPES)) for k, n in layers]
     return table(("layer, in x out features", *RECIPES), lines)
 
 
@@ -114,5 +117,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "decision sizes": sizes,
     "decision small M": small_m,
     "decision tokens": tokens,
+    "decision tokens of vision": lambda: tokens(LAYERS_OF_VISION),
 }
 """The function that makes each table, by the name of its block."""

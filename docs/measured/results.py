@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.contest.cases import IN_GRAPH, MODEL
+from bench.contest.cases import IN_GRAPH, MODEL, MODEL_GRAPH
 from bench.shapes import ALL_MODELS, select
 from bench.tables import over_peer, table, with_peers
 
@@ -131,6 +131,12 @@ MODELS = {
     "four Llama 8B layers": (4, 4096, 14336, 32, 8, 4, 4096),
     "four layers of hidden size 2048": (4, 2048, 8192, 32, 8, 2, 4096),
 }
+# Cases and shapes.
+VISION = {
+    "six ViT-H layers, 64 images of 197 tokens": (MODEL.name, (6, 1280, 5120, 16, 16, 64, 197)),
+    "four layers of hidden size 1024, 16384 tokens": (MODEL.name, (4, 1024, 4096, 16, 16, 4, 4096)),
+    "the same, both as CUDA graphs": (MODEL_GRAPH.name, (4, 1024, 4096, 16, 16, 4, 4096)),
+}
 MIXTURES = {"mixtral": "Mixtral", "qwen3-30b": "Qwen3-30B-A3B", "deepseek-v3": "DeepSeek-V3"}
 
 
@@ -158,6 +164,17 @@ def models(folder: str = ".") -> str:
         share = memory["rowwise precise", shape] / memory["torchao tensorwise", shape]
         lines.append((name, *(text(speeds[contender].get(shape)) for contender in CONTENDERS), text(share, 3)))
     return table(("layers of", *CONTENDERS.values(), "memory: rowwise over torchao tensorwise"), lines)
+
+
+def vision() -> str:
+    """Speed over bf16 of the layers that are as wide as vision transformers."""
+    recipes = {contender: name for contender, name in CONTENDERS.items() if not name.startswith("torchao")}
+    of_cases = {case: speed_ups("model", case) for case, _ in VISION.values()}
+    lines = [
+        (name, *(text(of_cases[case][contender].get(shape)) for contender in recipes))
+        for name, (case, shape) in VISION.items()
+    ]
+    return table(("speed of a compiled training step over bf16, one H200", *recipes.values()), lines)
 
 
 def peaks(folder: str = ".") -> dict[tuple[str, tuple[int, ...]], int]:
@@ -337,5 +354,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "models": models,
     "models on an H100": lambda: models("../nvidia-h100"),
     "tensor parallelism": tensor_parallelism,
+    "vision": vision,
 }
 """The function that makes each table, by the name of its block."""

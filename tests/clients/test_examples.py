@@ -29,7 +29,12 @@ def test_transformers_trainer(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "steps", "text"),
-    [("lightning_trainer.py", 10, "14 converted, 1 skipped"), ("peft_lora.py", 8, "of the linear FLOPs run in FP8")],
+    [
+        ("lightning_trainer.py", 10, "14 converted, 1 skipped"),
+        ("peft_lora.py", 8, "of the linear FLOPs run in FP8"),
+        ("diffusion_transformer.py", 8, "44 of 44 trainable weights moved"),
+        ("vision_transformer.py", 8, "40 of 40 trainable weights moved"),
+    ],
 )
 def test_the_loss_falls(tmp_path, name, steps, text):
     shown = run(name, "--steps", str(steps), folder=tmp_path)

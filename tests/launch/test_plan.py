@@ -32,7 +32,7 @@ def cast_plan(x, spec=ROW):
 
 
 def gemm_plan(m, n, k, spec=VECTOR, a_aligned=True, scale_strides=None, bias=None, device=H200, config=None, out=None):
-    steps = -(-k // 128)
+    steps = 1 if spec == ROW else -(-k // 128)
     operands = []
     for slot, rows in ((0, m), (2, n)):
         scale = view(slot + 1, rows, steps, dtype=torch.float32)
@@ -80,6 +80,13 @@ class TestPlans:
         assert all(isinstance(pointer, TensorMap) for pointer in aligned.launches[0].pointers[:3])
         assert misaligned.launches[0].kernel.__name__ == "block_scaled_matmul_kernel"
         assert not any(isinstance(pointer, TensorMap) for pointer in misaligned.launches[0].pointers[:2])
+
+    @pytest.mark.parametrize(("images", "kernel"), [(64, "hopper_matmul_kernel"), (63, "scaled_matmul_kernel")])
+    def test_of_the_three_gemms_of_odd_tokens_only_grad_weight_does_without_tma(self, images, kernel):
+        m, n, k = 197 * images, 5120, 1280
+        plans = [gemm_plan(*sizes, spec=ROW) for sizes in ((m, n, k), (m, k, n), (n, k, m))]
+        launched = [plan.launches[0].kernel.__name__ for plan in plans]
+        assert launched == ["hopper_matmul_kernel", "hopper_matmul_kernel", kernel]
 
     def test_a_split_sum_has_a_workspace_and_a_reduce(self):
         config = next(config for config in space("blockwise", "precise") if config.split_k > 1)

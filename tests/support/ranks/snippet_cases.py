@@ -10,6 +10,7 @@ from typing import Any
 import snippet_checks as checks
 import torch
 import torch.nn.functional as F
+import vision_checks
 from fsdp_models import VOCABULARY, Stage, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -126,16 +127,6 @@ def verified(mesh):
     model = converted(Mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {"tritonfp8": tritonfp8, "model": model, "x": torch.randn(3, HIDDEN), "optimizer": optimizer}
-
-
-def check_verified(names):
-    assert list(names["report"].layers) == ["gate", "up", "down"]
-    assert names["report"].fp8_share == 1
-    assert all(p.grad is None for p in names["model"].parameters())
-
-
-def check_step(names):
-    assert all(p.grad is None for p in names["model"].parameters())
 
 
 def watched(mesh):
@@ -285,12 +276,6 @@ def check_trainer(names):
     assert recipes_of(names["model"]) == {"rowwise"}
 
 
-def check_torchtitan(names):
-    config = names["qwen3_fp8"]()
-    assert config.model_spec.model.float8.recipe == "rowwise"
-    assert config.parallelism.spmd_backend == "partial_dtensor"
-
-
 def accelerated(mesh):
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -396,12 +381,16 @@ CASES = {
     "health.md-1": Case(lambda mesh: in_an_empty_folder(mesh) | {"x": torch.randn(64, HIDDEN)}, check_mapping, False),
     "transformers.md-0": Case(trainer, check_trainer, ranks=False),
     "transformers.md-1": Case(accelerated, check_fsdp),
-    "verify.md-0": Case(verified, check_verified, ranks=False),
-    "verify.md-1": Case(verified, check_step, ranks=False),
+    "verify.md-0": Case(verified, checks.check_verified, ranks=False),
+    "verify.md-1": Case(verified, checks.check_step, ranks=False),
     "lightning.md-0": Case(lightning_trainer, check_trainer, ranks=False),
     "lightning.md-1": Case(fabric, check_fabric),
     "peft.md-0": Case(with_lora, check_lora, ranks=False),
-    "torchtitan.md-0": Case(lambda mesh: {}, check_torchtitan, ranks=False),
+    "vision.md-0": Case(vision_checks.pipeline, vision_checks.check_pipeline, ranks=False),
+    "vision.md-1": Case(vision_checks.on_meta, vision_checks.check_auto, ranks=False),
+    "vision.md-2": Case(vision_checks.averaged, vision_checks.check_average, ranks=False),
+    "vision.md-3": Case(vision_checks.plain, vision_checks.check_adapters, ranks=False),
+    "torchtitan.md-0": Case(lambda mesh: {}, checks.check_torchtitan, ranks=False),
     "distributed.md-0": Case(parallel, check_parallel),
     "distributed.md-1": Case(sequence_parallel, check_sequence_parallel),
     "distributed.md-2": Case(tokens_of_their_own, check_tokens),

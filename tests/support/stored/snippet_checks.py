@@ -1,4 +1,4 @@
-"""Names and checks of the snippets of the documentation about stored weights and experts."""
+"""Names and checks of the snippets of the documentation: stored weights, experts, checks and torchtitan."""
 
 import os
 import tempfile
@@ -112,3 +112,19 @@ def check_recipe(name):
         assert {layer.recipe.name for layer in layers} == {name}
 
     return check
+
+
+def check_verified(names):
+    assert list(names["report"].layers) == ["gate", "up", "down"]
+    assert names["report"].fp8_share == 1
+    check_step(names)
+
+
+def check_step(names):
+    assert all(p.grad is None for p in names["model"].parameters())
+
+
+def check_torchtitan(names):
+    config = names["qwen3_fp8"]()
+    assert config.model_spec.model.float8.recipe == "rowwise"
+    assert config.parallelism.spmd_backend == "partial_dtensor"
