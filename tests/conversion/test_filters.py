@@ -125,6 +125,49 @@ class TestAuto:
         with pytest.raises(error, match="tokens must be"):
             convert(self.layers(), "rowwise", filter="auto", tokens=tokens)
 
+    class TestHost:
+        """Blocks of a diffusion transformer, 1152 wide: their GEMMs gain, but the host launches them too slowly."""
+
+        TOKENS = 8192
+
+        def model(self, width=1152):
+            def block():
+                sizes = {"qkv": 3 * width, "up": 4 * width}
+                return nn.ModuleDict({name: nn.Linear(width, n) for name, n in sizes.items()})
+
+            with torch.device("meta"):
+                return nn.ModuleDict(
+                    {"blocks": nn.ModuleList(block() for _ in range(3)), "first": nn.Linear(4096, 4096)}
+                )
+
+        def converted(self, monkeypatch, launch, **options):
+            monkeypatch.setattr(cost, "TORCH_LAUNCH", launch)
+            monkeypatch.setattr(cost, "launch_seconds", lambda name: launch)
+            return convert(self.model(**options), "rowwise", filter="auto", tokens=self.TOKENS)
+
+        def test_a_block_for_which_the_host_is_too_slow_stays(self, monkeypatch):
+            report = self.converted(monkeypatch, 8e-6)
+            assert list(report.converted) == ["first"]
+            reasons = {report.skipped[f"blocks.{i}.{name}"] for i in range(3) for name in ("qkv", "up")}
+            assert len(reasons) == 1
+            assert re.fullmatch(
+                r"the host would need \d+ us a step to launch its block, which takes \d+ us in bf16, with 8192 .*",
+                reasons.pop(),
+            )
+
+        def test_a_quick_host_or_a_wide_block_gains(self, monkeypatch):
+            assert len(self.converted(monkeypatch, 8e-7).converted) == 7
+            assert len(self.converted(monkeypatch, 8e-6, width=4096).converted) == 7
+
+        def test_without_auto_the_host_does_not_count(self, monkeypatch):
+            monkeypatch.setattr(cost, "TORCH_LAUNCH", 1.0)
+            assert len(convert(self.model(), "rowwise").converted) == 7
+
+        def test_where_the_host_is_slow_for_all_nothing_is_changed(self, monkeypatch):
+            report = self.converted(monkeypatch, 1.0)
+            assert report.is_empty
+            assert "nothing was changed" in str(report)
+
     def test_predictions_are_near_what_was_measured(self):
         """Of an H200, for each shape and recipe: seconds of the kernels over those of bf16."""
         rows = [row for row in json.loads(MEASURED.read_text())["rows"] if row["case"] == "layer kernels"]

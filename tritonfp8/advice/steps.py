@@ -171,7 +171,8 @@ def _cause(error: BaseException) -> str:
     """The error that began it, with the last line of code outside of torch."""
     while error.__context__ is not None:
         error = error.__context__
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in f.filename]
+    of_torch = os.path.dirname(torch.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(of_torch)]
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     return f"{first_line(error)}{where}"
 

@@ -31,9 +31,11 @@ MACHINES = {"h200": H200, "h100": replace(H200, name="NVIDIA H100 80GB HBM3")}
 """Machines whose tuned tables ship, by the name that a prediction is asked for."""
 # Host seconds of a launch of torch (``Tensor.zero_``) where ``HOST_LAUNCHES`` were measured, for a host without a GPU.
 TORCH_LAUNCH = 8e-6
-# Host time of a layer, forward and backward, eager, in launches of torch: in bf16, and for each GEMM and each cast of
-# an operand that a recipe adds (``python -m bench.advice``).
-HOST_LAUNCHES = {"bf16": 9.0, "gemm": 4.0, "cast": 3.0, "layer": 8.0}
+# Host time of a layer, forward and backward, eager, in launches of torch: in bf16; and in a recipe for the layer, each
+# GEMM and each cast of an operand. And what surrounds the layers of a block: host time likewise, and the GPU's time as
+# passes over its input (bench/results/nvidia-h200/step.json and the folder advice beside it).
+HOST_LAUNCHES = {"bf16": 9.0, "layer": 10.0, "gemm": 5.0, "cast": 5.0}
+BLOCK_LAUNCHES, BLOCK_PASSES = 250, 120
 LAUNCHES_TIMED = 200
 
 
@@ -76,16 +78,18 @@ def why_slower_block(layers: Iterable[tuple[Recipe, tuple[int, int]]], tokens: i
     """
     found, machine = list(layers), machine_of(device)
     launch = launch_seconds(machine.name) if torch.cuda.is_available() else TORCH_LAUNCH
-    plain = sum(layer_seconds(None, tokens, sizes, machine) for _, sizes in found)
-    quantized = sum(layer_seconds(recipe, tokens, sizes, machine) for recipe, sizes in found)
-    host, plain_host = (
-        launch * sum(host_launches(each) for each in of) for of in ([r for r, _ in found], [None] * len(found))
-    )
-    if max(quantized, host) <= max(plain, plain_host):
+    passed = BLOCK_PASSES * ITEMSIZE * tokens * min(sizes[0] for _, sizes in found) / COPY_BANDWIDTH
+
+    def seconds(layers: list[tuple[Recipe | None, tuple[int, int]]]) -> tuple[float, float]:
+        host = launch * (BLOCK_LAUNCHES + sum(host_launches(recipe) for recipe, _ in layers))
+        return passed + sum(layer_seconds(recipe, tokens, sizes, machine) for recipe, sizes in layers), host
+
+    plain, quantized = seconds([(None, sizes) for _, sizes in found]), seconds([*found])
+    if max(quantized) <= max(plain):
         return None
     return (
-        f"the host would need {host * 1e6:.0f} us a step to launch the layers of its block, which take "
-        f"{max(plain, plain_host) * 1e6:.0f} us in bf16, with {tokens} tokens on {machine.name}"
+        f"the host would need {quantized[1] * 1e6:.0f} us a step to launch its block, which takes "
+        f"{max(plain) * 1e6:.0f} us in bf16, with {tokens} tokens on {machine.name}"
     )
 
 
