@@ -57,7 +57,7 @@ def command_line() -> str:
     kept = [a for a in arguments if not (a.startswith("--out=") or (a == "--out" and next(arguments, None)))]
     kept = [Path(a).name if Path(a).is_absolute() else a for a in kept]
     spec = sys.modules["__main__"].__spec__
-    program = ["python", "-m", spec.name] if spec else [Path(sys.argv[0]).name]
+    program = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
     return " ".join([*program, *kept])
 
 

@@ -1,10 +1,14 @@
 """The tables of what was measured, from the data in bench/results, and README's figure."""
 
-from docs.measured import decision, limits, results, training, transposes
+from docs.measured import advice, decision, limits, results, training, transposes
 
 TABLES = {
     **decision.TABLES,
-    **{f"results {name}": make for of in (results, limits, training, transposes) for name, make in of.TABLES.items()},
+    **{
+        f"results {name}": make
+        for of in (advice, results, limits, training, transposes)
+        for name, make in of.TABLES.items()
+    },
 }
 """The function that makes each block, by the block's name."""
 picture = results.picture

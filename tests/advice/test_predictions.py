@@ -1,0 +1,44 @@
+"""Predictions beside what was measured on an H200 for public models, and the program that measured it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tritonfp8
+from bench.advice import run as program
+
+MEASURED = Path(__file__).parents[2] / "bench" / "results" / "nvidia-h200" / "advice"
+
+
+def gpu_seconds(rows):
+    """By contender and mode, of all blocks."""
+    found = {}
+    for row in rows:
+        if row["contender"] in ("bf16", "rowwise"):
+            key = row["contender"], row["mode"]
+            found[key] = found.get(key, 0.0) + row["count"] * row["timing"]["gpu_seconds"]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in MEASURED.glob("*.json")))
+def test_predictions_are_near(name):
+    source = program.source(name, torch.bfloat16, None)
+    advice = tritonfp8.advise(source.model, *source.args, recipes=["rowwise"], **source.kwargs)
+    predicted = gpu_seconds(advice.as_dict()["blocks"])
+    rows = json.loads((MEASURED / f"{name}.json").read_text())["rows"]
+    measured = gpu_seconds([row for row in rows if row["part"] == "blocks"])
+    for mode in ("none", "block"):
+        for contender in ("bf16", "rowwise"):
+            assert predicted[contender, mode] == pytest.approx(measured[contender, mode], rel=0.4)
+        ours, theirs = (of["bf16", mode] / of["rowwise", mode] for of in (predicted, measured))
+        assert ours == pytest.approx(theirs, rel=0.2)
+
+
+def test_the_program_writes_data_and_a_line(tmp_path):
+    advice = program.advise("smoke", ["rowwise"], tmp_path)
+    data = json.loads((tmp_path / "smoke.json").read_text())
+    assert {row["part"] for row in data["rows"]} == {"layers", "blocks", "steps"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png", ".txt"}
+    assert program.line("smoke", advice).startswith("smoke: stay in bf16")
