@@ -49,6 +49,11 @@ def test_a_step_is_the_first_blocks_and_the_ones_left_out(timing):
     assert (host.seconds, host.gpu_seconds) == (11.0, 3.0)
 
 
+def test_a_kind_of_block_compiles_once(timing):
+    first, block = (dataclasses.replace(timing(1.0), first_seconds=seconds) for seconds in (2.0, 30.0))
+    assert measure.extended(first, [(31, block), (0, block)]).first_seconds == 62.0
+
+
 def test_peaks_add_up(timing):
     assert measure.extended(timing(1.0, peak=10), [(3, timing(1.0, peak=5))]).peak_bytes == 25
     assert measure.extended(timing(1.0), [(3, timing(1.0, peak=5))]).peak_bytes is None

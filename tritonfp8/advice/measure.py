@@ -246,5 +246,7 @@ def extended(timing: Timing, parts: Sequence[tuple[int, Timing]]) -> Timing:
         seconds=max(host, gpu),
         host_seconds=host,
         gpu_seconds=gpu if known else None,
+        # Blocks of a kind share what they compiled.
+        first_seconds=sum(each.first_seconds for _, each in counted),
         peak_bytes=sum(peaks) if len(peaks) == len(counted) else None,
     )

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import advice_mutants
 import codes_mutants
 import expert_mutants
 import graph_mutants
@@ -30,6 +31,7 @@ COMPILED = "tests/compile_only"
 
 OTHERS = (
     expert_mutants, graph_mutants, loading_mutants, model_mutants, shared_mutants, stored_mutants, codes_mutants,
+    advice_mutants,
 )  # fmt: skip
 
 
