@@ -56,7 +56,7 @@ NAMES = {
 # Parts of the package that are attributes of it.
 PARTS = {"distributed", "export", "optim", "recipes"}
 # These list in `__all__` what other folders read, too.
-INTERNAL_TOO = {"tritonfp8.warmup"}
+INTERNAL_TOO = {"tritonfp8.advice", "tritonfp8.warmup"}
 # The text that examples train on.
 OF_EXAMPLES = {"tritonfp8.training.corpus"}
 DIRECTIVE = r"^\.\. (auto|py:)(function|class|exception|data|module):: (\S+)(?:\n   :members: ((?:.|\n      )+))?"

@@ -57,12 +57,36 @@ def test_a_model_of_images_takes_images(config):
         advice.from_config(config(VIT), "5x4", torch.bfloat16, None)
 
 
+@pytest.mark.parametrize("name", ["Mistral3ForConditionalGeneration", "BartForConditionalGeneration"])
+def test_no_model_keeps_keys_of_a_step_for_the_next(config, name):
+    import transformers
+
+    fields = getattr(transformers, name).config_class().to_dict() | {"architectures": [name]}
+    source = advice.from_config(config(fields), "2x16", torch.bfloat16, None)
+    used = [each.config for each in source.model.modules() if hasattr(each, "config")]
+    assert not any(getattr(each, "use_cache", False) for each in (used[0], used[0].get_text_config()))
+    assert source.kwargs.keys() == {"input_ids", "labels"}
+
+
+def test_a_model_that_reads_values_is_not_predicted(config):
+    fields = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "hidden_size": 64, "ffn_dim": 64}
+    fields |= {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300, "word_embed_proj_dim": 64}
+    source = advice.from_config(config(fields), "2x16", torch.bfloat16, None)
+    with pytest.raises(ValueError, match="reads the values of tensors .* measure it on a GPU"):
+        advice.advise(source.model, recipes=["rowwise"], **source.kwargs)
+
+
 @pytest.mark.parametrize(
     ("fields", "tokens", "message"),
     [
         (LLAMA, "1x129", "at most 128 a sequence"),
         (LLAMA, "x", "tokens must be sequences x tokens"),
         ({"model_type": "clip"}, "2x16", "give a Python file"),
+        (
+            {"model_type": "segformer", "architectures": ["SegformerForImageClassification"]},
+            "2",
+            "how large images are",
+        ),
         ({"model_type": "unheard"}, "2x16", "not a transformers config"),
     ],
 )

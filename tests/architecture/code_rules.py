@@ -56,7 +56,7 @@ TRITON_ATTRIBUTES = {
 DOCUMENTED = {
     "torch.utils._pytree": "where containers of tensors are registered",
     "torch.utils._python_dispatch.TorchDispatchMode": "how a mode sees every operation",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "how a model is run without memory",
+    "torch._subclasses.fake_tensor": "how a model is run without memory, and what it raises",
 }
 # As torch spells them. None stands for what is left out.
 SCHEMA_TYPES = {

@@ -72,7 +72,7 @@ ROOM_LINES = {
     "training": 1400,  # the check of a device, which was in cli, too
     "warmup": 1430,
     "integrations": 800,  # figures of sampled steps in the logs of two trainers
-    "advice": 1940,  # tritonfp8 advise: blocks, steps and layers measured or predicted, and a recommendation
+    "advice": 1970,  # tritonfp8 advise: blocks, steps and layers measured or predicted, and a recommendation
     "cli": 470,  # the command advise
     "__main__": 10,
     "tritonfp8": 80,

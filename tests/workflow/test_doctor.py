@@ -134,7 +134,7 @@ def test_recipes_are_seen_to_run_as_they_state(name):
 
 
 def test_versions_are_those_installed():
-    found = machine.versions(tritonfp8.__version__)
+    found = machine.versions()
     assert found["tritonfp8"] == tritonfp8.__version__
     assert found["torch"] == importlib.metadata.version("torch")
     assert found["python"].count(".") == 2

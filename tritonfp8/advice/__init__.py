@@ -19,3 +19,21 @@ from tritonfp8.advice.result import MODES, Advice, Recommendation
 from tritonfp8.advice.run import DEFAULT_MODES, DEFAULT_RECIPES, advise
 from tritonfp8.advice.sources import Source, from_config, from_file, from_shapes
 from tritonfp8.advice.steps import captured
+
+__all__ = [
+    "Advice",
+    "DEFAULT_MODES",
+    "DEFAULT_RECIPES",
+    "MODES",
+    "Recommendation",
+    "Source",
+    "advise",
+    "captured",
+    "from_config",
+    "from_file",
+    "from_shapes",
+    "is_own",
+    "kernel_seconds",
+    "plot",
+    "profiled",
+]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
-import tritonfp8
 from tritonfp8.advice.blocks import Call, Shortened, layer_groups, shortened, whole
 from tritonfp8.advice.contenders import Contender, contender
 from tritonfp8.advice.measure import Measured, Progress, Subject, compile_for, extended, measure
@@ -152,7 +152,7 @@ class _Advising:
         if subject.device.type == "cuda":
             where["launch_seconds"] = cost.launch_seconds(where["name"])
         return Advice(
-            {**where, "versions": facts.versions(tritonfp8.__version__)},
+            {**where, "versions": facts.versions()},
             self.machine is None,
             tokens,
             tuple(self.found.layers),
@@ -176,6 +176,10 @@ class _Advising:
         subject = self._made(cut, groups)
         try:
             gradients = subject.step(subject.shortened.model)()
+        except DataDependentOutputException as error:
+            raise ValueError(
+                f"the model reads the values of tensors ({error}), so it cannot be predicted: measure it on a GPU"
+            ) from error
         except Exception as error:
             if all(kind.left_out == 0 for kind in cut.kinds):
                 raise

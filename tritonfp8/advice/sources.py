@@ -48,8 +48,10 @@ def from_config(name: str, tokens: str, dtype: torch.dtype, device: torch.device
         ValueError: the config cannot be read, no class of transformers has it, or tokens that do not fit.
     """
     config = read_config(name)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
+    for each in (config, config.get_text_config()):
+        # A cache is for generation: it would keep the keys of one step for the next.
+        if hasattr(each, "use_cache"):
+            each.use_cache = False
     with torch.device("meta"):
         model = _class_of(config, name)._from_config(config, dtype=dtype)
 
@@ -94,8 +96,8 @@ def _text(model: Any, config: Any, tokens: str) -> dict[str, Tensor]:
             "file with a function that returns the model and its inputs"
         )
     takes_labels = "labels" in inspect.signature(model.forward).parameters
-    of_tokens = takes_labels and ("LM" in type(model).__name__ or "CausalLM" in type(model).__name__)
-    return {IDS: ids, "labels": ids} if of_tokens else {IDS: ids}
+    has_a_label_a_token = any(part in type(model).__name__ for part in ("LM", "ForConditionalGeneration"))
+    return {IDS: ids, "labels": ids} if takes_labels and has_a_label_a_token else {IDS: ids}
 
 
 def _images(model: Any, config: Any, tokens: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -104,7 +106,12 @@ def _images(model: Any, config: Any, tokens: str, dtype: torch.dtype) -> dict[st
         images, one = one, 1
     if one != 1:
         raise ValueError(f"tokens of a model of images are the images of a batch, such as 64; got {tokens}")
-    size = config.image_size
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise ValueError(
+            f"the config of {type(model).__name__} does not say how large images are: give a Python file with a "
+            "function that returns the model and its inputs"
+        )
     height, width = size if isinstance(size, list | tuple) else (size, size)
     channels = getattr(config, "num_channels", 3)
     generator = torch.Generator().manual_seed(0)

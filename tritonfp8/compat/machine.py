@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ MISSING = "-"
 """What tables and reports show in place of a value that is missing."""
 
 
-def versions(own: str) -> dict[str, str | None]:
-    """Versions of Python, this package (``own``) and the packages it works with; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "tritonfp8": own}
+def versions() -> dict[str, str | None]:
+    """Versions of Python, this package and the packages it works with; None for one that is not installed."""
+    package = __name__.partition(".")[0]
+    found: dict[str, str | None] = {"python": platform.python_version(), package: sys.modules[package].__version__}
     for package in PACKAGES:
         found[package] = None
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tritonfp8 import __version__
 from tritonfp8.compat import machine
 from tritonfp8.compat.machine import MISSING
 from tritonfp8.training.loop import UNTIMED_STEPS, Result, Run
@@ -231,7 +230,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "settings": asdict(job.settings),
         "model": {"parameters": parameters, "linear_flops_a_step": result.linear_flops},
         "text": text,
-        "versions": machine.versions(__version__),
+        "versions": machine.versions(),
         "machine": machine.machine(job.settings.device) | {"threads": result.threads},
         "final_steps": final_steps(job),
         "interrupted": result.interrupted,

@@ -226,7 +226,7 @@ def _facts_table(title: str, facts: dict[str, Any]) -> Table:
 def _versions_table() -> Table:
     table = _table("package", "version", "required", "", title="versions")
     required = requirements()
-    for package, version in machine.versions(tritonfp8.__version__).items():
+    for package, version in machine.versions().items():
         requirement = required.get(package)
         verdict = ""
         if requirement is not None and version is None:
