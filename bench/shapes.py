@@ -68,6 +68,20 @@ _UNTUNED = (
     (32768, 6144, 2048),
     (2048, 8192, 28672),
 )
+# Drawn by ``shuf`` among the layers of 19 models with 4096, 8192 and 16384 tokens. The sizes are in config.json of the
+# named model on the Hugging Face Hub. The cost model was not fitted to them.
+_DRAWN = {
+    "google/gemma-2-2b down, 8192 tokens": (8192, 2304, 9216),
+    "google/gemma-2-2b down, 16384 tokens": (16384, 2304, 9216),
+    "google/gemma-2-27b o, 8192 tokens": (8192, 4608, 4096),
+    "google/gemma-2-27b o, 16384 tokens": (16384, 4608, 4096),
+    "Qwen/Qwen2.5-7B o": (16384, 3584, 3584),
+    "Qwen/Qwen2.5-7B gate, up": (8192, 18944, 3584),
+    "meta-llama/Llama-3.2-3B o": (8192, 3072, 3072),
+    "meta-llama/Llama-3.2-3B q + k + v": (8192, 5120, 3072),
+    "mistralai/Mistral-Small-24B-Base-2501 down": (8192, 5120, 32768),
+    "01-ai/Yi-34B down": (8192, 7168, 20480),
+}
 _DECODE = {"llama-8b q, o": (4096, 4096), "llama-8b gate, up": (14336, 4096), "llama-8b down": (4096, 14336)}
 
 
@@ -107,6 +121,7 @@ _SETS = (
         _set("decode", (64, 128), {k: v for k, v in _DEEPSEEK_V3.items() if k in ("o", "expert gate + up")}),
         _set("llama-70b", TOKENS, _projections(8192, 1024, 28672)),
         tuple(Shape("untuned", f"{m}x{n}x{k}", (m, n, k)) for m, n, k in _UNTUNED),
+        tuple(Shape("drawn", name, size) for name, size in _DRAWN.items()),
         _set("hidden-1024", TOKENS, _projections(1024, 256, 3072)),
         _set("hidden-2048", TOKENS, _projections(2048, 512, 8192)),
         _sizes(

@@ -94,7 +94,14 @@ def _load(a_desc, b_desc, problem, ring, filled, SCHEDULE: gl.constexpr):
 
 @gluon.jit
 def _multiply(out_desc, ring, problem, GROUP: gl.constexpr, SCHEDULE: gl.constexpr, EPILOGUE: gl.constexpr):
-    """A consumer warp group: WAVES waves of 64 rows, from row ``GROUP * WAVES * 64`` on, of each of its tiles."""
+    """A consumer warp group: WAVES waves of 64 rows of a tile, from row ``GROUP * WAVES * 64`` on.
+
+    With PINGPONG the waves are the whole tile, and the group takes every other tile of the program.
+    """
+    PINGPONG: gl.constexpr = SCHEDULE.PINGPONG
+    SHARE: gl.constexpr = 0 if PINGPONG else GROUP
+    FIRST: gl.constexpr = GROUP if PINGPONG else 0
+    TURNS: gl.constexpr = 2 if PINGPONG else 1
     HALVES: gl.constexpr = EPILOGUE.HALVES
     WAVES: gl.constexpr = SCHEDULE.WAVES
     LAYOUT: gl.constexpr = SCHEDULE.LAYOUT
@@ -102,9 +109,16 @@ def _multiply(out_desc, ring, problem, GROUP: gl.constexpr, SCHEDULE: gl.constex
     M, N = problem.M, problem.N
     stage = Stage(gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
-    for piece in range(gl.program_id(0), _pieces(problem, SCHEDULE.SPLIT), gl.num_programs(0)):
+    programs = gl.num_programs(0)
+    for piece in range(gl.program_id(0) + FIRST * programs, _pieces(problem, SCHEDULE.SPLIT), TURNS * programs):
         whole, part = _piece(piece, problem, SCHEDULE)
-        row, col = whole.row + GROUP * WAVES * WAVE_ROWS, whole.col
+        row, col = whole.row + SHARE * WAVES * WAVE_ROWS, whole.col
+        if PINGPONG:
+            # The other group multiplies the steps in between, and has seen them all arrive before it passes the turn:
+            # a wait for a stage tells only one phase from the next.
+            before = piece // programs * problem.steps
+            stage = Stage(before % SCHEDULE.STAGES, before // SCHEDULE.STAGES & 1)
+            mbarrier.wait(ring.turn, 1 - GROUP)
         a_scale0 = None
         a_scale1 = None
         b_scale = None
@@ -125,7 +139,7 @@ def _multiply(out_desc, ring, problem, GROUP: gl.constexpr, SCHEDULE: gl.constex
             else:
                 bias = read_halves(problem.bias, col, N, 1, SCHEDULE.BLOCK_N, HALVES)
         tile = Tile(row, col, whole.first, whole.last)
-        acc0, acc1, stage, turn = sum_steps(ring, problem, problem.b_scale, tile, stage, turn, GROUP, SCHEDULE)
+        acc0, acc1, stage, turn = sum_steps(ring, problem, problem.b_scale, tile, stage, turn, SHARE, SCHEDULE)
         out = Output(out_desc, ring.out.index(GROUP), None)
         if EPILOGUE.SWAP:
             out_row = part * (problem.tiles_n * SCHEDULE.BLOCK_N)
@@ -150,7 +164,7 @@ def hopper_matmul_kernel(
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
     PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr,
-    TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr, DEPENDENT: gl.constexpr,
+    TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr, PINGPONG: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue(a [M, K] @ b [N, K].T)``.
 
@@ -167,12 +181,16 @@ def hopper_matmul_kernel(
 
     A tile of BLOCK_M = 64 has one warp group, any other tile two. These change the speed only: STAGGER keeps the groups
     half a step apart. TIGHT promotes before the next wgmma starts, in fewer registers. OVERLAP starts it before the
-    promotion, for so many steps in a row. HALVES stores half of the columns at a time.
+    promotion, for so many steps in a row. HALVES stores half of the columns at a time. PINGPONG gives the groups whole
+    tiles in turn, so that one stores while the other multiplies.
     """
     GROUPS: gl.constexpr = 1 if BLOCK_M == WAVE_ROWS else 2
-    WAVES: gl.constexpr = BLOCK_M // (GROUPS * WAVE_ROWS)
+    # Groups that multiply the same stage.
+    SHARERS: gl.constexpr = 1 if PINGPONG else GROUPS
+    WAVES: gl.constexpr = BLOCK_M // (SHARERS * WAVE_ROWS)
     gl.static_assert(not SWAP or (WAVES == 1 and not HALVES), "swapped tiles are of 64 or 128 rows, stored whole")
     gl.static_assert(OVERLAP == 1 or WAVES == 1, "two products a step leave no registers for one more")
+    gl.static_assert(not PINGPONG or (GROUPS == 2 and not (PROMOTE or SWAP or SPLIT)), "whole tiles have two groups")
     OUT_ROWS: gl.constexpr = BLOCK_N if SWAP else WAVE_ROWS
     OUT_COLS: gl.constexpr = WAVE_ROWS if SWAP else BLOCK_N // (2 if HALVES else 1)
     tiles_m = gl.cdiv(M, BLOCK_M)
@@ -181,6 +199,7 @@ def hopper_matmul_kernel(
     SCHEDULE: gl.constexpr = Schedule(
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, A_ROWS, B_ROWS, WAVES, BLOCK_N,
         gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32]), PROMOTE, STAGGER, TIGHT, OVERLAP, SPLIT=SPLIT,
+        PINGPONG=PINGPONG,
     )  # fmt: skip
     ring = allocate(a_desc, b_desc, out_desc, OUT_ROWS, OUT_COLS, SCHEDULE)
     EARLY: gl.constexpr = EARLY_STEPS if EARLY_STEPS < STAGES else STAGES
@@ -207,10 +226,10 @@ def hopper_matmul_kernel(
     for stage in gl.static_range(STAGES):
         if stage >= EARLY:
             mbarrier.init(ring.full.index(stage), count=1)
-        mbarrier.init(ring.empty.index(stage), count=GROUPS)
+        mbarrier.init(ring.empty.index(stage), count=SHARERS)
     # Init this barrier only if it is used. Triton gives the memory of an unused barrier to a buffer, and an H200 that
     # was time-sliced between processes sometimes restored the barrier over the buffer's contents.
-    if STAGGER:
+    if STAGGER or PINGPONG:
         mbarrier.init(ring.turn, count=1)
     if EARLY < STAGES:
         # The producer's TMA loads arrive at the barriers of later stages: make these visible to TMA too.

@@ -14,6 +14,11 @@ step 3 after group 1 has multiplied step 0. OVERLAP = 4, within a group of one w
 
     tensor cores  | multiply 0 | multiply 1 | multiply 2 | multiply 3 |            | multiply 4 |
     promotion     |            | promote 0  | promote 1  | promote 2  | promote 3  |            |
+
+PINGPONG, without promotion. Each group has tiles of its own; after the last step of one it passes the ``turn``:
+
+    group 0    | multiply tile 0 | store tile 0    | multiply tile 2 | store tile 2    |
+    group 1    |                 | multiply tile 1 | store tile 1    | multiply tile 3 |
 """
 
 from collections import namedtuple
@@ -45,8 +50,8 @@ Tile = namedtuple("Tile", "row col first last")
 Schedule = namedtuple(
     "Schedule",
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M STAGES A_ROWS B_ROWS WAVES WIDTH LAYOUT PROMOTE STAGGER TIGHT OVERLAP SPLIT "
-    "GROUPED COLUMNS ALIGNMENT",
-    defaults=(False, False, False, 1),
+    "GROUPED COLUMNS ALIGNMENT PINGPONG",
+    defaults=(False, False, False, 1, False),
 )
 
 
@@ -291,6 +296,8 @@ def _sum_fast(ring, tile, stage, GROUP: gl.constexpr, SCHEDULE: gl.constexpr):
         # one inside it.
         mbarrier.arrive(ring.empty.index(_stage_before(stage, STAGES)), count=1, pred=step > tile.first)
         stage = next_stage(stage, STAGES)
+    if SCHEDULE.PINGPONG:
+        mbarrier.arrive(ring.turn, count=1)
     if SCHEDULE.WAVES == 2:
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
     else:

@@ -139,6 +139,8 @@ def test_every_configuration(device, name, accumulation, config, tma):
         # Every part of K takes each stage more than once.
         steps = config.split_k * (2 * config.num_stages + 1)
         aligned.append((config.block_m + 16, config.block_n + 16, steps * config.block_k))
+        # More tiles than programs: groups that take turns have several each.
+        aligned += [(4112, 1040, k) for k in (272, steps * config.block_k)] * config.pingpong
     tails = (
         [(FEWEST_ROWS + 1 if config.max_m else 129, 127, 17)]
         if device == "cpu"

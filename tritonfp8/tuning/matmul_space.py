@@ -1,8 +1,9 @@
 """Launch configurations of the GEMMs: search spaces as data, and the needs of each configuration.
 
 ``rate`` is the throughput of a full machine in PFLOP/s of one H200 at 8192 x 8192 x 8192; with the number of waves it
-predicts which configuration suits a shape. Measured for all but the 128 x 128 and smaller tiles of fast accumulation,
-the 64 x 64 ones outside MX, and the ones for small M, which are estimates.
+predicts which configuration suits a shape. Where scales are in the epilogue, ``rate`` and ``idle_steps`` of what the
+model chooses for large M on Hopper fit times of ``bench.contest.ranking``. For small M, and of 64 x 64 tiles outside
+MX, they are estimates.
 
 A configuration is known by its name wherever it is written down: a name is looked up here, and nothing else makes a
 :class:`MatmulConfig`.
@@ -49,8 +50,8 @@ class MatmulConfig:
     become the rows of the tensor core's instruction, whose number is fixed. ``split_k`` programs share the K of a tile;
     a second launch adds up their float32 partial sums in order. ``max_m`` is the largest M that this serves.
 
-    ``idle_steps``: the prologue and epilogue of a tile take as many more steps of K than the shortest ones of any tile;
-    ``rate`` counts without them.
+    ``idle_steps``: the prologue and epilogue of a tile take as many more steps of K than the shortest ones of any tile,
+    with ``pingpong`` only of a program's last tile; ``rate`` counts without them.
 
     ``specialized`` is the warp-specialized Hopper kernel, whose two groups of warps each multiply 64 rows at a time; a
     tile of 64 rows, of the transposed operands if swapped, has one group. ``bare`` says that its registers hold no
@@ -58,6 +59,7 @@ class MatmulConfig:
     ``stagger`` keeps the groups half a step apart; ``tight`` lets them promote before they start the next MMA, in
     fewer registers; ``overlap`` lets them start it before, that many steps in a row, if a group has only one MMA
     a step. ``side_by_side`` gives a group the left and the right half of its rows of the tile, one MMA each.
+    ``pingpong`` gives the groups whole tiles in turn: one stores its tile while the other multiplies.
     """
 
     block_m: int
@@ -78,6 +80,7 @@ class MatmulConfig:
     stagger: bool = False
     tight: bool = False
     side_by_side: bool = False
+    pingpong: bool = False
     overlap: int = 1
     column_scales: bool = True
     idle_steps: float = 0.0
@@ -102,7 +105,7 @@ class MatmulConfig:
             )
             if value != usual
         ]
-        flags = ("halves", "flatten", "specialized", "swap", "stagger", "tight", "side_by_side")
+        flags = ("halves", "flatten", "specialized", "swap", "stagger", "tight", "side_by_side", "pingpong")
         parts += [flag.replace("_", "") for flag in flags if getattr(self, flag)]
         return "-".join(parts)
 
@@ -134,6 +137,7 @@ HALF_TILES_OVERLAPPED = _half_tiles((1,), (8, 16, 0.15), (16, 16, 0.30), (32, 16
 # With scales along K, what 128 tokens keep in flight besides their sum would take more registers than there are.
 HALF_TILES_128 = _half_tiles((1, 2), (128, 8, 1.00))
 HALF_TILES_128_OVERLAPPED = _half_tiles((1, 2), (128, 8, 1.00), overlap=4)
+LARGEST_FAST = MatmulConfig(128, 256, 128, 4, 4, 1.535, halves=True, specialized=True, bare=True, idle_steps=1.2)
 LARGEST_PROMOTED = MatmulConfig(
     256, 128, 128, 4, 4, 1.20, halves=True, group_m=16, specialized=True, bare=True, stagger=True, tight=True
 )
@@ -151,25 +155,25 @@ OVERLAP_SINCE_3_9 = 4
 SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
     "epilogue": {
         "fast": (
-            MatmulConfig(128, 256, 128, 4, 4, 1.51, halves=True, group_m=16, specialized=True, bare=True),
-            MatmulConfig(128, 128, 128, 4, 5, 1.45, specialized=True),
-            MatmulConfig(128, 256, 128, 8, 4, 1.44, halves=True),
-            MatmulConfig(128, 256, 128, 8, 3, 1.42, halves=True),
-            # Like the first, but with another order of tiles: see the orders of "precise".
-            MatmulConfig(128, 256, 128, 4, 4, 1.42, halves=True, specialized=True, bare=True),
-            MatmulConfig(128, 128, 128, 8, 4, 1.20),
-            MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2),
+            LARGEST_FAST,  # Larger tiles take less power for each step. Smaller ones in turn gain where K is small.
+            MatmulConfig(128, 128, 128, 4, 6, 1.45, specialized=True, bare=True, pingpong=True, idle_steps=5.4),
+            MatmulConfig(128, 128, 128, 4, 5, 1.44, specialized=True, idle_steps=1.1),
+            replace(LARGEST_FAST, rate=1.505, group_m=16),  # For tuned tables: see the orders of "precise".
+            MatmulConfig(128, 256, 128, 8, 4, 1.535, halves=True, idle_steps=3.3),
+            MatmulConfig(128, 256, 128, 8, 3, 1.525, halves=True, idle_steps=3.0),
+            MatmulConfig(128, 128, 128, 8, 4, 1.20, idle_steps=1.1),
+            MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2, idle_steps=1.1),
             *FEW_ROWS_HOPPER,
             *HALF_TILES,
             *HALF_TILES_128,
             *FEW_ROWS,
-            MatmulConfig(64, 64, 128, 4, 3, 0.50),
+            MatmulConfig(64, 64, 128, 4, 3, 0.50, idle_steps=1.1),
         ),
         "precise": (
             MatmulConfig(128, 128, 128, 4, 5, 1.39, group_m=16, specialized=True, overlap=2),
-            # More steps in a row, and larger tiles, take less power for each step: they gain where K is large.
-            MatmulConfig(128, 128, 128, 4, 5, 1.453, group_m=16, specialized=True, overlap=4, idle_steps=0.9),
-            replace(LARGEST_PROMOTED, rate=1.557, idle_steps=6.0),
+            # More steps in a row take less power for each step: they gain where K is large.
+            MatmulConfig(128, 128, 128, 4, 5, 1.445, group_m=16, specialized=True, overlap=4, idle_steps=0.25),
+            replace(LARGEST_PROMOTED, rate=1.425, idle_steps=1.0),
             # On an H100 these are the fastest for some sizes. Only tuned tables choose them. Where K is large, the
             # operands of fewer rows of tiles stay in the L2 cache from one column of tiles to the next.
             MatmulConfig(128, 128, 128, 4, 5, 1.37, group_m=16, specialized=True, overlap=16),
@@ -292,9 +296,9 @@ def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: i
     tiles = -(-m // config.block_m) * -(-n // config.block_n)
     pieces = tiles * config.split_k
     slots = num_sms * config.blocks_per_sm
-    paid_elements = -(-pieces // slots) * slots * config.block_m * config.block_n
-    paid_k = max(k, 1) + config.idle_steps * config.block_k
-    multiply = 2 * paid_elements * paid_k / (config.split_k * config.rate * RATE_UNIT)
+    waves = -(-pieces // slots)
+    paid_k = waves * max(k, 1) + (1 if config.pingpong else waves) * config.idle_steps * config.block_k
+    multiply = 2 * slots * config.block_m * config.block_n * paid_k / (config.split_k * config.rate * RATE_UNIT)
     bytes_moved = (m + n) * k + m * n * out_itemsize
     if m > SMALL_M:
         return multiply + bytes_moved / COPY_BANDWIDTH
@@ -302,7 +306,7 @@ def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: i
     in_flight = min(pieces, slots) * config.num_stages * rows * config.block_k
     share = min(1.0, in_flight / (LOAD_LATENCY * COPY_BANDWIDTH))
     read = max(bytes_moved / COPY_BANDWIDTH, tiles * rows * k / L2_BANDWIDTH) / share
-    read = max(read, -(-pieces // slots) * rows * k / config.split_k / SM_BANDWIDTH)
+    read = max(read, waves * rows * k / config.split_k / SM_BANDWIDTH)
     seconds = max(multiply, read) + OVERHANG * min(multiply, read)
     if config.split_k > 1:
         seconds += LAUNCH_LATENCY + 2 * PARTIAL_BYTES * config.split_k * m * n / L2_BANDWIDTH

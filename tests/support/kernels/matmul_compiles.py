@@ -97,6 +97,7 @@ def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue
     constants |= {"A_ROWS": rows[0], "B_ROWS": rows[1], "STAGES": config.num_stages}
     constants |= {"PROMOTE": promote, "SWAP": config.swap, "SPLIT": split}
     constants |= {"STAGGER": config.stagger, "TIGHT": config.tight, "HALVES": config.halves, "OVERLAP": config.overlap}
+    constants |= {"PINGPONG": config.pingpong}
     signature, constants = split_arguments(hopper_matmul_kernel, types, constants)
     return compile_kernel(
         hopper_matmul_kernel, signature, constants, 90, config.num_warps, divisible_by_16=aligned(signature)

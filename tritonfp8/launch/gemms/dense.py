@@ -130,6 +130,7 @@ def _plan_specialized(plan: Planner, p: GemmOperands, config: MatmulConfig, coun
             "TIGHT": config.tight,
             "HALVES": config.halves,
             "OVERLAP": config.overlap,
+            "PINGPONG": config.pingpong,
         },
         num_warps=config.num_warps,
     )
