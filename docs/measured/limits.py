@@ -16,6 +16,7 @@ from bench.tables import size_name, table
 from docs.measured.results import data, text
 from tritonfp8.recipes import get
 from tritonfp8.specs import TENSORWISE
+from tritonfp8.tuning.matmul_space import LARGEST_FAST
 
 # FP8 FLOPs of a multiprocessor in a cycle: NVIDIA H100 Tensor Core GPU Architecture (2022), 4 tensor cores of 1024
 # multiplications and additions each.
@@ -24,6 +25,9 @@ DENSE_FLOPS = 4 * 1024 * 2
 
 OVER = ("over bf16", "casts as fast as a copy, ms", "over bf16 then", "bar")
 Line = tuple[str, ...]
+# Geometric mean, and each shape.
+FAST, PRECISE = "rowwise fast", "rowwise precise"
+UNTUNED_BARS = {f"{FAST}, over torch": (1.00, 0.96), "tensorwise precise, over torch": (1.01, 0.97)}
 # Bytes of an element.
 HIGH, CODE = 2, 1
 
@@ -159,6 +163,29 @@ def power() -> str:
     return table((*header, "zeros: speed over random codes"), lines)
 
 
+def untuned() -> str:
+    """Speed of GEMMs that no table of tuned configurations has over torch's, and of fast ones over precise ones."""
+    ratios: dict[tuple[str, str], dict[tuple[int, ...], float]] = {}
+    rows = {(row["variant"], row["set"], tuple(row["shape"])): row for row in data("ranking.json")["rows"]}
+    for (variant, of, shape), row in rows.items():
+        if row["torch"] is not None:
+            ratios.setdefault((f"{variant}, over torch", of), {})[shape] = row["over_torch"]
+        if variant == FAST:
+            wide = row["torch"] / row["seconds"][LARGEST_FAST.name]
+            ratios.setdefault((f"{FAST} in tiles of 128 x 256, over torch", of), {})[shape] = wide
+            precise = rows[PRECISE, of, shape]
+            over = precise["seconds"][precise["choice"]] / row["seconds"][row["choice"]]
+            ratios.setdefault((f"{FAST}, over {PRECISE}", of), {})[shape] = over
+    lines = []
+    for (what, of), speeds in sorted(ratios.items(), key=lambda item: item[0][1], reverse=True):
+        lowest = min(speeds, key=lambda shape: speeds[shape])
+        mean, bars = statistics.geometric_mean(speeds.values()), UNTUNED_BARS.get(what)
+        bar = "" if bars is None else f"{bars[0]:.2f}, each {bars[1]:.2f}"
+        holds = "" if bars is None else "yes" if mean >= bars[0] and speeds[lowest] >= bars[1] else "**no**"
+        lines.append((what, of, text(mean, 3), f"{text(speeds[lowest], 3)} at {size_name(lowest)}", bar, holds))
+    return table(("GEMM", "shapes", "mean", "lowest", "bar", "holds"), lines)
+
+
 def calls() -> str:
     """The parts of a call of an op in a compiled graph."""
     found = {(row["op"], row["part"]): f"{1e6 * row['host_seconds']:.1f} us" for row in data("host.json")["rows"]}
@@ -190,5 +217,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "mixture kernels on an H100": mixture_kernels,
     "power": power,
     "start": start,
+    "untuned": untuned,
 }
 """The function that makes each table, by the name of its block."""
