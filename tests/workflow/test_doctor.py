@@ -144,7 +144,7 @@ def test_package_that_is_too_old_or_missing_is_flagged(monkeypatch):
     required = ["torch>=99", "triton>=1", "matplotlib; extra == 'train'", "numpy"]
     monkeypatch.setattr(doctor, "requirements", lambda: {r.name: r for r in map(Requirement, required)})
     found = {"torch": "2.11.0+cu130", "triton": "3.6.0", "matplotlib": None, "numpy": None}
-    monkeypatch.setattr(machine, "versions", lambda own: found)
+    monkeypatch.setattr(machine, "versions", lambda: found)
     lines = {row.split()[1]: row for row in run_doctor().output.splitlines() if re.match(r"│ \w+ +│ [\d-]", row)}
     assert "not supported" in lines["torch"]
     assert "not supported" not in lines["triton"]
