@@ -64,7 +64,7 @@ ROOM_LINES = {
     "ops": 1620,  # transpose_codes, and the rewrites of it
     "layers": 6660,  # operands from codes, a backward that dequantizes, experts of rows that travelled
     "functional": 380,
-    "conversion": 1830,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
+    "conversion": 1840,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 2590,
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive

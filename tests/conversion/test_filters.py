@@ -159,6 +159,17 @@ class TestAuto:
             assert len(self.converted(monkeypatch, 8e-7).converted) == 7
             assert len(self.converted(monkeypatch, 8e-6, width=4096).converted) == 7
 
+        @pytest.mark.parametrize("name", ["is_initialized", "is_torchelastic_launched"])
+        def test_ranks_do_not_measure_each_by_itself(self, monkeypatch, name):
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+            monkeypatch.setattr(cost, "machine_of", lambda device: cost.H200)
+            report = self.converted(monkeypatch, 8e-7)
+            assert len(report.converted) == 7
+            monkeypatch.setattr(cost, "launch_seconds", lambda name: 1.0)
+            assert not convert(self.model(), "rowwise", filter="auto", tokens=self.TOKENS).converted
+            monkeypatch.setattr(cost.dist, name, lambda: True)
+            assert len(convert(self.model(), "rowwise", filter="auto", tokens=self.TOKENS).converted) == 7
+
         def test_without_auto_the_host_does_not_count(self, monkeypatch):
             monkeypatch.setattr(cost, "TORCH_LAUNCH", 1.0)
             assert len(convert(self.model(), "rowwise").converted) == 7

@@ -161,7 +161,7 @@ def _with_fewer_layers(
     found: Measured,
     progress: Progress,
 ) -> list[Contender]:
-    """Measure the layers; the contenders, and those of one recipe again without the layers that get slower."""
+    """Measure the layers; the contenders, of one recipe also without the layers that get slower."""
     chosen: list[Contender] = []
     plain: dict[LayerGroup, float] = {}
     for done, each in enumerate([PLAIN, *contenders]):

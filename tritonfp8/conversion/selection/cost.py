@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from tritonfp8.compat.hardware import Abilities, abilities, machine_key
 from tritonfp8.recipes import GEMMS, Gemm, Recipe
@@ -32,7 +33,7 @@ MACHINES = {"h200": H200, "h100": replace(H200, name="NVIDIA H100 80GB HBM3")}
 # Host seconds of a launch of torch (``Tensor.zero_``) where ``HOST_LAUNCHES`` were measured, for a host without a GPU.
 TORCH_LAUNCH = 8e-6
 # Host time of a layer, forward and backward, eager, in launches of torch: in bf16; and in a recipe for the layer, each
-# GEMM and each cast of an operand. And what surrounds the layers of a block: host time likewise, and the GPU's time as
+# GEMM and each cast of an operand. And what surrounds the layers of a block: host time, too, and the GPU's time as
 # passes over its input (bench/results/nvidia-h200/step.json and the folder advice beside it).
 HOST_LAUNCHES = {"bf16": 9.0, "layer": 10.0, "gemm": 5.0, "cast": 5.0}
 BLOCK_LAUNCHES, BLOCK_PASSES = 250, 120
@@ -77,7 +78,7 @@ def why_slower_block(layers: Iterable[tuple[Recipe, tuple[int, int]]], tokens: i
         device: of their weights.
     """
     found, machine = list(layers), machine_of(device)
-    launch = launch_seconds(machine.name) if torch.cuda.is_available() else TORCH_LAUNCH
+    launch = launch_seconds(machine.name) if torch.cuda.is_available() and not _among_ranks() else TORCH_LAUNCH
     passed = BLOCK_PASSES * ITEMSIZE * tokens * min(sizes[0] for _, sizes in found) / COPY_BANDWIDTH
 
     def seconds(layers: list[tuple[Recipe | None, tuple[int, int]]]) -> tuple[float, float]:
@@ -100,6 +101,11 @@ def host_launches(recipe: Recipe | None) -> float:
         return HOST_LAUNCHES["bf16"]
     casts = sum(_casts(dict(zip(GEMMS, gemms, strict=True))).values())
     return HOST_LAUNCHES["layer"] + HOST_LAUNCHES["gemm"] * len(gemms) + HOST_LAUNCHES["cast"] * casts
+
+
+def _among_ranks() -> bool:
+    """Whether other processes convert the same model: their own measurements would take other layers."""
+    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
 
 
 @functools.cache
