@@ -28,7 +28,11 @@ def on_meta(mesh):
 
 
 def check_auto(names):
-    assert list(names["report"].converted) == [f"transformer_blocks.0.ff.net.{part}" for part in ("0.proj", "2")]
+    report = names["report"]
+    assert report.is_empty
+    # Its kernels would gain; not so the layers of attention.
+    assert "the host would need" in report.skipped["transformer_blocks.0.ff.net.0.proj"]
+    assert "it would take" in report.skipped["transformer_blocks.0.attn1.to_q"]
 
 
 def plain(mesh):
