@@ -36,6 +36,20 @@ def test_predictions_are_near(name):
         assert ours == pytest.approx(theirs, rel=0.2)
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in MEASURED.glob("*.json")))
+def test_auto_takes_no_block_that_was_slower_eager_or_compiled(name):
+    data = json.loads((MEASURED / f"{name}.json").read_text())
+    seconds = {}
+    for row in (row for row in data["rows"] if row["part"] == "blocks"):
+        key = row["contender"], row["mode"]
+        seconds[key] = seconds.get(key, 0.0) + row["count"] * row["timing"]["seconds"]
+    speeds = [seconds["bf16", mode] / seconds["rowwise", mode] for mode in ("none", "block")]
+    model = program.source(name, torch.bfloat16, None).model
+    report = tritonfp8.convert(model, "rowwise", filter="auto", tokens=data["tokens"])
+    in_blocks = [layer for layer in report.converted if any(part.isdigit() for part in layer.split("."))]
+    assert bool(in_blocks) == (min(speeds) >= 0.98), speeds
+
+
 def test_the_program_writes_data_and_a_line(tmp_path):
     advice = program.advise("smoke", ["rowwise"], tmp_path)
     data = json.loads((tmp_path / "smoke.json").read_text())
