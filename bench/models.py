@@ -1,4 +1,5 @@
-"""Models of the suites, on random hidden states: layers of a Llama, of a transformer with biases, or of experts."""
+"""Models of the suites, on random hidden states: layers of a Llama, of a transformer with biases, of experts, or of a
+diffusion transformer (DiT)."""
 
 import hashlib
 import itertools
@@ -23,6 +24,10 @@ WEIGHT_GAIN = 0.32
 CONFIGS: Mapping[str, Mapping[str, Any]] = {"gemma layers": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256}}
 # Shapes of models with biases, LayerNorm and GELU, and whether their attention is causal.
 BIASED: Mapping[str, bool] = {"vit h layers": False, "gpt 2 xl layers": True, "tiny with biases": True}
+
+
+# Shapes of diffusion transformers.
+DIFFUSION = ("dit 1152 blocks", "dit 3072 blocks", "tiny dit blocks")
 
 
 def with_head(recipe: str) -> dict[str, str]:
@@ -105,15 +110,66 @@ class Blocks(nn.Module):
         return x
 
 
-def build(shape: Shape, device: torch.device) -> Layers | Blocks:
+class DiffusionBlock(nn.Module):
+    """A block of a DiT: a vector of each image shifts and scales both LayerNorms, and scales what each half adds."""
+
+    def __init__(self, hidden: int, ffn: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = (nn.LayerNorm(hidden, elementwise_affine=False) for _ in range(2))
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
+        self.modulation = nn.Linear(hidden, 6 * hidden)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        """``x [batch, sequence, hidden]``, ``condition [batch, hidden]``."""
+        modulation = self.modulation(F.silu(condition))[:, None].chunk(6, -1)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation
+        y = self.attention_norm(x) * (1 + scale) + shift
+        q, k, v = self.qkv(y).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        x = x + gate * self.out(attended.transpose(1, 2).flatten(2))
+        y = self.mlp_norm(x) * (1 + mlp_scale) + mlp_shift
+        return x + mlp_gate * self.down(F.gelu(self.up(y), approximate="tanh"))
+
+
+class DiffusionBlocks(nn.Module):
+    """Blocks of a DiT in sequence, with a random vector for each image, which gets a gradient."""
+
+    # The input of the modulation has a row for each image, so few that FP8 gains nothing: it stays in bf16.
+    converted = ("*.qkv", "*.out", "*.up", "*.down")
+
+    def __init__(self, layers: int, *sizes: int, batch: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DiffusionBlock(*sizes) for _ in range(layers))
+        self.condition = nn.Parameter(torch.randn(batch, sizes[0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [batch, sequence, hidden]``."""
+        for layer in self.layers:
+            x = layer(x, self.condition)
+        return x
+
+
+def convert(model: nn.Module, recipe: Any) -> None:
+    """Let the layers of a model of :func:`build` follow a recipe, but for the modulation of a DiT."""
+    patterns = getattr(model, "converted", None)
+    tritonfp8.convert(model, recipe, filter=None if patterns is None else [*patterns])
+
+
+def build(shape: Shape, device: torch.device) -> Layers | Blocks | DiffusionBlocks:
     """bf16 layers for a shape of the kind ``model``; every call gives the same weights."""
-    if shape.name not in BIASED:
+    if shape.name not in (*BIASED, *DIFFUSION):
         return llama(shape, device)
-    layers, hidden, ffn, heads, _, _, _ = shape.size
+    layers, hidden, ffn, heads, _, batch, _ = shape.size
     torch.manual_seed(0)
+    model: Blocks | DiffusionBlocks
     with torch.device(device):
-        model = Blocks(layers, hidden, ffn, heads, causal=BIASED[shape.name]).bfloat16()
-    for name, parameter in model.named_parameters():
+        if shape.name in DIFFUSION:
+            model = DiffusionBlocks(layers, hidden, ffn, heads, batch=batch).bfloat16()
+        else:
+            model = Blocks(layers, hidden, ffn, heads, causal=BIASED[shape.name]).bfloat16()
+    for name, parameter in model.layers.named_parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=WEIGHT_GAIN / math.sqrt(hidden))
         elif "norm" not in name:

@@ -174,7 +174,17 @@ _SETS = (
             vit_h_layers=(6, 1280, 5120, 16, 16, 64, 197),
             gpt_2_xl_layers=(4, 1600, 6400, 25, 25, 8, 1024),
         ),
-        _sizes(SMOKE, tiny=(1, 64, 128, 2, 1, 1, 128), tiny_with_biases=(1, 64, 192, 2, 2, 1, 128)),
+        _sizes(
+            "diffusion",
+            dit_1152_blocks=(6, 1152, 4608, 16, 16, 8, 1024),
+            dit_3072_blocks=(2, 3072, 12288, 24, 24, 4, 4608),
+        ),
+        _sizes(
+            SMOKE,
+            tiny=(1, 64, 128, 2, 1, 1, 128),
+            tiny_with_biases=(1, 64, 192, 2, 2, 1, 128),
+            tiny_dit_blocks=(1, 64, 256, 4, 4, 2, 64),
+        ),
     ),
     ("grouped", *_experts(), _sizes(SMOKE, tiny=(128, 4, 64, 96))),
     (

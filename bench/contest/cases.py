@@ -219,4 +219,4 @@ WHOLE = LAYER, LAYER_KERNELS, MODEL, MODEL_KERNELS, MODEL_GRAPH, FIRST_STEP, IN_
 # The ops whose host time inside a compiled graph is measured.
 OPS_IN_GRAPHS = ("quantize", "scaled_matmul")
 # Models so small that the host decides: measured as a CUDA graph, too, in this recipe.
-GRAPHED_MODELS, GRAPHED_VARIANT = ("hidden 1024 layers", "tiny"), "rowwise precise"
+GRAPHED_MODELS, GRAPHED_VARIANT = ("hidden 1024 layers", "dit 1152 blocks", "tiny"), "rowwise precise"
