@@ -51,7 +51,7 @@ class Shortened:
 
     Attributes:
         model: a copy with weights of its own.
-        kinds: of the blocks of the whole model; empty if the model repeats none.
+        kinds: the kinds of blocks that the uncut model has; empty if it repeats none.
     """
 
     model: nn.Module

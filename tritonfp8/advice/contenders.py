@@ -1,4 +1,4 @@
-"""What is compared: bf16, each recipe, and a recipe without the layers that it makes slower."""
+"""The contenders of a comparison: bf16, each recipe, and a recipe without the layers that it makes slower."""
 
 from __future__ import annotations
 

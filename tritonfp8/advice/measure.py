@@ -31,12 +31,12 @@ Progress = Callable[[str, int, int], object]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured.
+    """A model with its inputs, to be measured.
 
     Attributes:
         shortened: the model with one block of each kind, on its device.
         call: its inputs.
-        groups: the layers of the whole model, alike ones together.
+        groups: the layers of the uncut model, alike ones together.
         autocast: the dtype of autocast, or None.
         compiler: the backend of torch.compile.
         scope: surrounds each step.
@@ -71,7 +71,7 @@ class Measured:
     Attributes:
         layers, blocks: rows of the tables.
         steps: of the shortened model, by contender and mode.
-        contenders: those that could be converted.
+        contenders: by name, each that could be converted.
         notes: why something is missing.
     """
 

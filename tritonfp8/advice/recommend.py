@@ -20,7 +20,7 @@ def recommend(
     """The fastest way to run the model; bf16 unless a recipe is faster by 2 %.
 
     Args:
-        steps: of the whole model.
+        steps: of the uncut model.
         contenders: by name.
         tokens: of the step.
         weight_seconds: of a step, in casts of weights: they do not grow with the batch.

@@ -134,7 +134,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class WholeStep:
-    """Forward and backward of the whole model, measured to check the prediction.
+    """Forward and backward of the uncut model, measured to check the prediction.
 
     Attributes:
         contender: ``"bf16"`` or a recipe.
@@ -161,7 +161,7 @@ class Advice:
         tokens: rows of the largest input of a layer.
         layers, blocks, steps: the times.
         recommendation: None if not enough was measured before Ctrl-C.
-        checks: times of the whole model, if they were asked for.
+        checks: times of the uncut model, if they were asked for.
         notes: what a reader must know, such as why a step could not be captured.
         interrupted: whether Ctrl-C ended the measurement.
     """

@@ -47,7 +47,7 @@ def advise(
     """Whether FP8 makes the training of a model faster: by layer, by block and by step, and what to do.
 
     A copy of the model with one block of each kind runs forward and backward in bf16 and in each recipe, in each mode;
-    the time of a step of the whole model follows from the times of its blocks. The model itself does not change.
+    the time of a step of all blocks follows from the times of these. The model itself does not change.
 
     Args:
         model: not converted; on a GPU, or for a prediction anywhere.
@@ -195,7 +195,7 @@ class _Advising:
         return Subject(cut, self.call, groups, self.autocast, self.compiler, self.scope)
 
     def _steps(self, cut: Shortened) -> list[StepTime]:
-        """The predicted steps of the whole model."""
+        """The predicted steps of the uncut model."""
         of_blocks = {(row.contender, row.mode, row.block): row.timing for row in self.found.blocks}
 
         def timing(name: str, mode: str, found: Timing) -> Timing:
