@@ -132,7 +132,7 @@ class Device:
 
     def _runs(self, function: Function, count: int) -> list[float]:
         if self.device.type != "cuda":
-            return [_wall_seconds(function) for _ in range(count)]
+            return [timers.wall_seconds(function) for _ in range(count)]
         # The first run is not counted: the queue is empty, so the GPU waits for the host.
         return timers.gpu_seconds([function] * (count + 1), self.flush.zero_)[1:]
 
@@ -187,12 +187,6 @@ def _fitting_runs(seconds: float, run: float) -> int:
 
 def _settling_runs(seconds: float, run: float) -> int:
     return min(MAX_SETTLING_RUNS, _fitting_runs(seconds, run))
-
-
-def _wall_seconds(function: Function) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def describe(error: Exception) -> str:

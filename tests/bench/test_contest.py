@@ -187,12 +187,12 @@ def test_settled_seconds_follow_the_runs_that_a_gpu_takes_to_settle(monkeypatch)
     device, calls = Device(torch.device("cpu"), Effort(1, 0.3, 1, 0.2)), []
     # What the contender before it left makes the first runs fast: one that tells how many fit, then two to settle.
     seconds = iter([0.1, *[0.1] * 2, *[0.25] * 5])
-    monkeypatch.setattr(contests, "_wall_seconds", lambda function: function() or next(seconds))
+    monkeypatch.setattr(contests.timers, "wall_seconds", lambda function: function() or next(seconds))
     assert device.settled_seconds(lambda: calls.append(0)) == 0.25
     assert len(calls) == 1 + 2 + contests.MIN_RUNS
     # They have an end.
     device, calls[:] = Device(torch.device("cpu"), Effort(1, 0.001, 1, 1e3)), []
-    monkeypatch.setattr(contests, "_wall_seconds", lambda function: function() or 1e-3)
+    monkeypatch.setattr(contests.timers, "wall_seconds", lambda function: function() or 1e-3)
     device.settled_seconds(lambda: calls.append(0))
     assert len(calls) == 1 + contests.MAX_SETTLING_RUNS + contests.MIN_RUNS
 

@@ -144,7 +144,7 @@ def measured(step: Step, graph: bool) -> Timing:
 def in_a_row(function: Callable[[], object], device: torch.device) -> float:
     """Median seconds of a call of many in a row, after enough for the clocks to settle."""
     if device.type != "cuda":
-        return statistics.median(_wall_seconds(function) for _ in range(3))
+        return statistics.median(timers.wall_seconds(function) for _ in range(3))
     with torch.cuda.device(device):
         once = statistics.median(timers.gpu_seconds([function] * 3, lambda: None))
         settling = min(300, int(SETTLING_SECONDS / max(once, 1e-6)))
@@ -198,15 +198,9 @@ def _host_seconds(step: Step, wait: Callable[[], None]) -> float:
     found = []
     for _ in range(HOST_RUNS):
         wait()
-        found.append(_wall_seconds(step))
+        found.append(timers.wall_seconds(step))
     wait()
     return statistics.median(found)
-
-
-def _wall_seconds(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
 
 
 def _waiting(device: torch.device) -> Callable[[], None]:

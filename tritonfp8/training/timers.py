@@ -18,6 +18,13 @@ def now(device: torch.device) -> Any:
     return event
 
 
+def wall_seconds(function: Callable[[], object]) -> float:
+    """Host seconds of a call."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
 def seconds_between(begin: Any, end: Any) -> float:
     """Seconds between two results of :func:`now`. A GPU must have reached both: synchronize before."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
