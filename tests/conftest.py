@@ -56,6 +56,13 @@ NEEDS = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    # Before any fixture. Without it a test's data would depend on the tests that its worker ran before, and a bound on
+    # random data would fail once in a hundred runs.
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poisoned_outputs():
     """``torch.empty`` gives NaN (the largest value in integers) for the duration of a test."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import scheduling
+import torch
 
 SUPPORT = Path(__file__).parent
 TESTS = SUPPORT.parent
@@ -99,3 +100,9 @@ def test_a_file_that_a_step_misses_or_repeats_is_found(old, new, file, runs):
 def test_an_option_that_selects_tests_is_refused():
     with pytest.raises(AssertionError, match="-m"):
         not_run_once(SCRIPT.replace("pytest tests/clients", "pytest -m slow tests/clients"))
+
+
+@pytest.mark.parametrize("_case", range(2))
+def test_random_data_does_not_depend_on_the_tests_before(_case):
+    # The first case leaves the generator elsewhere than it found it.
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
