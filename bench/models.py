@@ -21,7 +21,14 @@ POSITIONS = 8192
 # little to the residual stream, equally at every size.
 WEIGHT_GAIN = 0.32
 # Fields of a LlamaConfig, for the shapes that are of another model with the layers of a Llama.
-CONFIGS: Mapping[str, Mapping[str, Any]] = {"gemma layers": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256}}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "gemma layers": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256},
+    "mistral 12b layers": {"head_dim": 128},
+    "phi 3 layers": {"pad_token_id": 0, "eos_token_id": None},
+    "qwen3 4b layers": {"head_dim": 128},
+}
+# The models of transformers that are no Llama: Phi-3 has one layer for q, k and v, and one for gate and up.
+FAMILIES: Mapping[str, str] = {"phi 3 layers": "Phi3"}
 # Shapes of models with biases, LayerNorm and GELU, and whether their attention is causal.
 BIASED: Mapping[str, bool] = {"vit h layers": False, "gpt 2 xl layers": True, "tiny with biases": True}
 
@@ -119,11 +126,12 @@ class DiffusionBlock(nn.Module):
         self.attention_norm, self.mlp_norm = (nn.LayerNorm(hidden, elementwise_affine=False) for _ in range(2))
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
-        self.modulation = nn.Linear(hidden, 6 * hidden)
+        # ``convert`` leaves a layer of this name in bf16: its input has a row for each image.
+        self.adaln_modulation = nn.Linear(hidden, 6 * hidden)
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         """``x [batch, sequence, hidden]``, ``condition [batch, hidden]``."""
-        modulation = self.modulation(F.silu(condition))[:, None].chunk(6, -1)
+        modulation = self.adaln_modulation(F.silu(condition))[:, None].chunk(6, -1)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation
         y = self.attention_norm(x) * (1 + scale) + shift
         q, k, v = self.qkv(y).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -136,9 +144,6 @@ class DiffusionBlock(nn.Module):
 class DiffusionBlocks(nn.Module):
     """Blocks of a DiT in sequence, with a random vector for each image, which gets a gradient."""
 
-    # The input of the modulation has a row for each image, so few that FP8 gains nothing: it stays in bf16.
-    converted = ("*.qkv", "*.out", "*.up", "*.down")
-
     def __init__(self, layers: int, *sizes: int, batch: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(DiffusionBlock(*sizes) for _ in range(layers))
@@ -149,12 +154,6 @@ class DiffusionBlocks(nn.Module):
         for layer in self.layers:
             x = layer(x, self.condition)
         return x
-
-
-def convert(model: nn.Module, recipe: Any) -> None:
-    """Let the layers of a model of :func:`build` follow a recipe, but for the modulation of a DiT."""
-    patterns = getattr(model, "converted", None)
-    tritonfp8.convert(model, recipe, filter=None if patterns is None else [*patterns])
 
 
 def build(shape: Shape, device: torch.device) -> Layers | Blocks | DiffusionBlocks:
@@ -178,11 +177,13 @@ def build(shape: Shape, device: torch.device) -> Layers | Blocks | DiffusionBloc
 
 
 def llama(shape: Shape, device: torch.device) -> Layers:
-    """bf16 Llama layers for a shape of the kind ``model``; every call gives the same weights."""
-    from transformers import LlamaConfig, LlamaModel
+    """bf16 layers of a Llama, or of a model like it, for a shape of the kind ``model``; every call gives the same
+    weights."""
+    import transformers
 
+    family = FAMILIES.get(shape.name, "Llama")
     layers, hidden, ffn, heads, kv_heads, _, _ = shape.size
-    config = LlamaConfig(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=256,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -195,7 +196,7 @@ def llama(shape: Shape, device: torch.device) -> Layers:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        return Layers(LlamaModel._from_config(config, dtype=torch.bfloat16))
+        return Layers(getattr(transformers, f"{family}Model")._from_config(config, dtype=torch.bfloat16))
 
 
 class TorchExperts(tritonfp8.Float8Experts):

@@ -51,7 +51,7 @@ def _without_gaps(scale: torch.Tensor) -> torch.Tensor:
 def torchao_layers(model: nn.Module, recipe: str, **options: Any) -> nn.Module:
     """``model`` with its linear layers converted by torchao, in place if torchao does so.
 
-    ``options`` are further fields of torchao's config. A linear layer named ``modulation`` is left out.
+    ``options`` are further fields of torchao's config. A layer named ``adaln_modulation`` is left out.
 
     Raises:
         ModuleNotFoundError: torchao is not installed.
@@ -62,5 +62,5 @@ def torchao_layers(model: nn.Module, recipe: str, **options: Any) -> nn.Module:
     if next(model.parameters()).device.type == "cpu":
         config = dataclasses.replace(config, emulate=True)
     return convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, name: not name.endswith("modulation")
+        model, config=config, module_filter_fn=lambda module, name: not name.endswith("adaln_modulation")
     )

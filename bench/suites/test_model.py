@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import tritonfp8
 from bench.contest import gates
 from bench.contest.cases import (
     GRAPHED_MODELS,
@@ -19,7 +20,7 @@ from bench.contest.cases import (
 )
 from bench.contest.compare import Contender, measures
 from bench.contest.peers import COMPILED_VERSIONS, TORCHAO_RECIPES, torchao_layers
-from bench.models import build, convert, training_step
+from bench.models import build, training_step
 from tritonfp8.advice import captured
 
 # Compiling takes longer than measuring.
@@ -69,7 +70,7 @@ def test_graph(benchmark, contest, case, shape):
     def make(recipe):
         model = build(shape, device)
         if recipe is not None:
-            convert(model, recipe)
+            tritonfp8.convert(model, recipe)
         compile_layers(model, contest.smoke)
         step = training_step(model, model.layers, x, grad_output)
         return Replay(*captured(step), step) if torch.cuda.is_available() else step
@@ -88,9 +89,9 @@ def contenders_on(contest, shape, own_names, torchao_recipes):
     device = contest.device.device
     x, grad_output = inputs(shape, device)
 
-    def make(change):
+    def make(convert):
         model = build(shape, device)
-        change(model)
+        convert(model)
         compile_layers(model, contest.smoke)
         return training_step(model, model.layers, x, grad_output)
 
@@ -100,7 +101,7 @@ def contenders_on(contest, shape, own_names, torchao_recipes):
     contenders = [
         Contender(
             name,
-            lambda name=name: make(lambda model: convert(model, variants[name])),
+            lambda name=name: make(lambda model: tritonfp8.convert(model, variants[name])),
             check,
             own=True,
             # The order of sums in attention's backward may vary.

@@ -17,11 +17,12 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
+import tritonfp8
 from bench import shapes
 from bench.contest.compare import QUICK, Device
 from bench.contest.machine import results_folder, write_results
 from bench.contest.peers import COMPILED_VERSIONS
-from bench.models import build, convert, training_step
+from bench.models import build, training_step
 from tritonfp8 import ops, recipes
 from tritonfp8.ops import direct
 
@@ -60,7 +61,7 @@ def model_rows(device: Device, shape: shapes.Shape, names: list[str]) -> Iterato
     for name, way in [("bf16", DIRECT), *((name, way) for name in names for way in (DIRECT, DISPATCHER))]:
         model = build(shape, device.device)
         if name != "bf16":
-            convert(model, name)
+            tritonfp8.convert(model, name)
         for layer in model.layers:
             layer.compile(fullgraph=True, dynamic=False)
         step = training_step(model, model.layers, x, grad_output)

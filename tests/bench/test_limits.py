@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 import tritonfp8
 from bench import first_step, models, shapes
-from bench.limits import host, multicast, power
+from bench.limits import host, multicast, power, step
 from bench.suites import test_launch
 from docs.measured import limits
 from tritonfp8.compat import torch_private, triton_private
 from tritonfp8.launch import executor
+from tritonfp8.ops import direct
 
 pytestmark = pytest.mark.one_in(3)
 
@@ -156,3 +157,35 @@ def test_least_bytes_of_experts_are_those_of_their_tensors():
     ]  # fmt: skip
     expected = sum(sum(t.nbytes for t in read + written) + codes for read, codes, written in passes)
     assert limits.least_bytes_of_experts(*size) == expected + weights * 2 * (2 + 1)
+
+
+def test_a_row_of_a_step_has_its_times_and_parts(monkeypatch, tmp_path):
+    """Of each contender and way; on a CPU nothing is launched. What is noted leaves nothing behind."""
+    real = (triton_private.raw_launches, torch_private.empty_strided, direct.site, direct.CALLS.quantize)
+    (shape,) = (shape for shape in shapes.select("model", [shapes.SMOKE]) if shape.name in models.DIFFUSION)
+    monkeypatch.setattr(shapes, "select", lambda kind, names: [shape])
+    app = typer.Typer()
+    app.command()(step.main)
+    path = tmp_path / "step.json"
+    options = ["--models", shapes.SMOKE, "--recipes", "rowwise", "--out", str(path)]
+    done = CliRunner().invoke(app, [*options, "--parts"])
+    assert done.exit_code == 0, done.output
+    rows = {(row["contender"], row["way"]): row for row in json.loads(path.read_text())["rows"]}
+    assert set(rows) == {(name, way) for name in (step.BF16, "rowwise") for way in step.WAYS}
+    assert all(row["seconds"] > 0 and row["host_seconds"] > 0 for row in rows.values())
+    # Four linear layers; the one that computes scales and shifts stays in bf16.
+    assert [rows[name, step.EAGER]["converted"] for name in (step.BF16, "rowwise")] == [0, 4]
+    assert {row[step.LAUNCHES] for (_, way), row in rows.items() if way != step.GRAPH} == {0}
+    args = torch.randn(32, 64), *tritonfp8.recipes.get("rowwise").output.lhs.args
+    with step.noted() as times:
+        direct.CALLS.quantize(*args)
+        # On a CPU no plan serves the call, so it goes on to the function for any layouts.
+        direct.site("quantize")(*args)
+    assert [len(times[part]) for part in (step.CALLS, step.LAUNCHES, step.MEMORY)] == [3, 0, 0]
+    assert min(times[step.CALLS]) > 0
+    assert real == (triton_private.raw_launches, torch_private.empty_strided, direct.site, direct.CALLS.quantize)
+
+    done = CliRunner().invoke(app, [*options, "--filter", "auto", "--ways", step.EAGER])
+    assert done.exit_code == 0, done.output
+    # "auto" leaves all in bf16: the layers are too small to gain.
+    assert [row["converted"] for row in json.loads(path.read_text())["rows"]] == [0, 0]
