@@ -6,6 +6,7 @@ fails if torch lacks one. :mod:`tritonfp8.distributed.torch_private` has the nam
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -72,7 +73,10 @@ dispatch_mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
 dispatch_mode_at: Callable[[int], Any] = _C._get_dispatch_stack_at
 disable_current_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 
-_mode, _PROXY = _C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY
+proxy_mode: Callable[[], Any] = functools.partial(_C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY)
+"""The mode that records operations into a graph, or None. Also under ``torch.compile``, where ``is_compiling`` of torch
+2.11 is False once Dynamo is done: in backward, and inside of functions that Dynamo does not trace."""
+
 _is_included, _PRE_DISPATCH = _C._dispatch_tls_is_dispatch_key_included, _C.DispatchKey.PreDispatch
 # In less time than torch.jit.is_tracing, which also asks whether it is scripted.
 _is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", _jit.is_tracing)
@@ -80,7 +84,7 @@ _is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", _jit.is_tracing
 
 def is_traced() -> bool:
     """Whether operations are recorded into a graph just now, by other means than Dynamo."""
-    return _mode(_PROXY) is not None or _is_included(_PRE_DISPATCH) or _is_jit_tracing()
+    return proxy_mode() is not None or _is_included(_PRE_DISPATCH) or _is_jit_tracing()
 
 
 _functorch, _forward_ad = _C._functorch, torch.autograd.forward_ad

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.compat import torch_private
 from tritonfp8.layers.extensions import SOURCES
 from tritonfp8.layers.linear.operands import NO_PAIR, Later, Pair, Specs, quantize_for, quantize_later, quantize_now
 from tritonfp8.ops.passes import may_batch
@@ -48,7 +49,8 @@ class WeightSource:
             finds = weight.is_contiguous()
         else:
             # In a graph the casts of small weights to their transposes become one op, which finds the amaxes.
-            finds = not torch.compiler.is_compiling() or not may_batch(weight) or (spec and spec.block) == TENSORWISE
+            is_recorded = torch.compiler.is_compiling() or torch_private.proxy_mode() is not None
+            finds = not is_recorded or not may_batch(weight) or (spec and spec.block) == TENSORWISE
         return quantize_now(weight.detach(), spec, spec_t if finds else None, codes)
 
     def later(self, weight: Tensor, how: Later, grad_output: Tensor | None) -> Pair:
