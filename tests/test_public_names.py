@@ -30,7 +30,7 @@ NAMES = {
     ),
     "tritonfp8.export": (
         "CHECKPOINT_FORMATS", "CheckpointFormat", "ExportReport", "ExportedLayer", "LoadReport", "LoadedLayer", "load",
-        "plan", "save", "tensors",
+        "load_tensors", "plan", "save", "tensors",
     ),
     "tritonfp8.distributed": (
         "Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput", "count_collective_bytes",

@@ -1,10 +1,11 @@
 """What runs beneath: private names of torch, Triton and transformers, abilities of a device, counts of what ran.
 
-Exports the versions that are supported, and the modules of private names; importing this folder checks the installed
-versions and names.
+Exports the versions that are supported, the modules of private names, and the delay of Ctrl-C; importing this folder
+checks the installed versions and names.
 """
 
 from tritonfp8.compat import counting, hardware, inductor_private, machine, torch_private, triton_private
+from tritonfp8.compat.interrupts import uninterrupted
 from tritonfp8.compat.transformers_names import CheckpointNames
 from tritonfp8.compat.versions import TRITON_OF_TORCH, triton_since
 
@@ -18,4 +19,5 @@ __all__ = [
     "torch_private",
     "triton_private",
     "triton_since",
+    "uninterrupted",
 ]

@@ -2,6 +2,7 @@
 
     report = tritonfp8.export.save(model, folder, "fine_grained")
     report = tritonfp8.export.load(model, folder)
+    report = tritonfp8.export.load_tensors(model, tritonfp8.export.tensors(trained, "fine_grained"), "fine_grained")
 
 checkpoint_formats   how a layer's codes and scales are named and shaped, as data
 places               the tensors of a model: where each lies, and which are tied
@@ -12,12 +13,12 @@ writing              save: files that are whole or absent
 configs              the quantization config of a checkpoint that is read
 files                safetensors files and their index
 matching             which tensor of a checkpoint goes where in a model; none is left over
-reading              load: weights are dequantized into a model
+reading              load and load_tensors: weights into a model, codes as codes where it stores them
 report               ExportReport and LoadReport
 """
 
 from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
-from tritonfp8.export.reading import load
+from tritonfp8.export.reading import load, load_tensors
 from tritonfp8.export.report import ExportedLayer, ExportReport, LoadedLayer, LoadReport
 from tritonfp8.export.stream import plan, tensors
 from tritonfp8.export.writing import save
@@ -30,6 +31,7 @@ __all__ = [
     "LoadReport",
     "LoadedLayer",
     "load",
+    "load_tensors",
     "plan",
     "save",
     "tensors",

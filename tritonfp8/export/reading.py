@@ -1,4 +1,4 @@
-"""load: a checkpoint in 8 bits into a model, file by file.
+"""load and load_tensors: a checkpoint in 8 bits, or the tensors of an export, into a model.
 
 Everything that headers tell is checked before the model changes: names, shapes, dtypes, files, and the scales.
 """
@@ -6,7 +6,7 @@ Everything that headers tell is checked before the model changes: names, shapes,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.compat import uninterrupted
 from tritonfp8.conversion import bare, reshard
-from tritonfp8.export.checkpoint_formats import CheckpointFormat
-from tritonfp8.export.configs import groups, scales_of_activations
+from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
+from tritonfp8.export.configs import FormatGroup, groups, scales_of_activations
 from tritonfp8.export.experts import rows_of_block
-from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
-from tritonfp8.export.matching import Placed, match, patterns_of
+from tritonfp8.export.files import Read, Stored, opened_all, read_config, stored_tensors
+from tritonfp8.export.matching import Match, Placed, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
 from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport
 from tritonfp8.functional import dequantize, quantize
@@ -84,22 +85,89 @@ def load(
     patterns, root = patterns_of(ignore), Path(folder)
     config = read_config(root)
     found, stored = groups(config), stored_tensors(root)
+    matched = _matched(model, stored, found, patterns, scales_of_activations(config))
+    with opened_all(root, stored) as read:
+        _check_scales(matched.jobs, read)
+        filled = _fill_all(matched.jobs, read, torch.device(device))
+    return _report(model, matched, filled)
+
+
+def load_tensors(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    format: str,
+    *,
+    ignore: Collection[str] = (),
+    device: torch.device | str = "cpu",
+) -> LoadReport:
+    """Put the tensors of an export into a model, in place: new weights for a copy that generates while another trains.
+
+    All tensors are taken, and everything is checked, before the model changes. So an error, or Ctrl-C, leaves the old
+    weights or the new ones, and never some of both. Codes of stored weights (``mode="inference"``) are copied as codes
+    where the format has their blocks, so forward reads what the trainer's forward reads. Memory stays where it is: CUDA
+    graphs of the model stay valid.
+
+    Args:
+        model: as for :func:`load`.
+        tensors: names and tensors, such as :func:`tritonfp8.export.tensors` gives, of this process or another one. They
+            are in memory together: half the bytes of a model in bfloat16.
+        format: the checkpoint format that they are in; see :func:`tritonfp8.export.plan`.
+        ignore, device: as for :func:`load`.
+
+    Returns:
+        A :class:`LoadReport`, as of :func:`load`.
+
+    Raises:
+        ValueError: as :func:`load`; an unknown format; or two tensors of one name. The model is unchanged then.
+        TypeError: an argument of another type.
+    """
+    require_module(model)
+    model = bare(model)
+    patterns, found = patterns_of(ignore), groups(checkpoint_format(format, "pow2", None).config(()))
+    given = _by_name(tensors)
+    stored = {name: Stored("", x.dtype, tuple(x.shape)) for name, x in given.items()}
+    matched = _matched(model, stored, found, patterns)
     to = torch.device(device)
+    _check_scales(matched.jobs, given.__getitem__)
+    for job in matched.jobs:
+        _values(job, given.__getitem__, to)
+    with uninterrupted():
+        filled = _fill_all(matched.jobs, given.__getitem__, to)
+    return _report(model, matched, filled)
+
+
+def _by_name(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, x in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        require_type(f"the tensor {name!r}", x, Tensor, "a tensor")
+        if name in found:
+            raise ValueError(f"{name} came twice: give the tensors of one export")
+        found[name] = x
+    return found
+
+
+def _matched(
+    model: nn.Module,
+    stored: Mapping[str, Stored],
+    found: list[FormatGroup],
+    patterns: Collection[str],
+    static: Collection[str] = (),
+) -> Match:
     reshard(model)
     model_places = places(model)
     check_has_memory(model_places)
-    jobs, ignored, left, unused = match(stored, model_places, found, patterns, scales_of_activations(config))
-    with opened_all(root, stored) as read:
-        _check_scales(jobs, read)
-        layers, copied = _fill_all(jobs, read, to)
+    return match(stored, model_places, found, patterns, static)
+
+
+def _report(model: nn.Module, matched: Match, filled: tuple[dict[str, LoadedLayer], dict[str, str]]) -> LoadReport:
     on_meta = buffers_on_meta(model)
     if on_meta:
         warnings.warn(
             f"checkpoints do not have these buffers, which are on the meta device still: {listed(on_meta)}. Build the "
             "model with its buffers in memory, or compute them",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return LoadReport(layers, copied, ignored, left, tuple(on_meta), unused)
+    return LoadReport(*filled, matched.ignored, matched.left, tuple(on_meta), matched.of_activations)
 
 
 def _scale(job: Placed, read: Read) -> Tensor:

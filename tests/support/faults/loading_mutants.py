@@ -45,4 +45,27 @@ FAULTS = (
         "a copy into a view, or into several weights, takes codes for values",
         _CODES,
     ),
+    (
+        "tritonfp8/export/reading.py",
+        """    for job in matched.jobs:
+        _values(job, given.__getitem__, to)
+""",
+        "",
+        "a NaN in the last weight of a stream is found when the weights before it are new",
+        ("tests/export/test_stream.py", "-k", "error"),
+    ),
+    (
+        "tritonfp8/export/reading.py",
+        "    with uninterrupted():\n        filled",
+        "    if True:\n        filled",
+        "Ctrl-C leaves some weights old and some new",
+        ("tests/export/test_stream.py", "-k", "ctrl_c"),
+    ),
+    (
+        "tritonfp8/export/reading.py",
+        "        x = _kept(job.place.tensor, made_from, x)\n",
+        "",
+        "codes of a stream become values, and these are quantized again",
+        ("tests/export/test_stream.py", "tests/export/test_stored.py"),
+    ),
 )

@@ -87,16 +87,15 @@ def check_file(names):
 
 
 def exported(mesh):
-    model, other = (nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(2))
-    names = {"model": model, "other_model": other, "weights": {}}
-    names["engine"] = SimpleNamespace(update=names["weights"].__setitem__)
-    return in_an_empty_folder(mesh) | names
+    models = (nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(3))
+    names = dict(zip(("model", "other_model", "copy"), models, strict=True)) | {"weights": (weights := {})}
+    return in_an_empty_folder(mesh) | names | {"engine": SimpleNamespace(update=weights.__setitem__)}
 
 
 def check_exported(names):
     os.chdir(names["before"])
     assert {"0.weight", "0.weight_scale_inv", "2.bias"} <= names["weights"].keys()
-    assert (names["other_model"][0].weight - names["model"][0].weight).abs().max() < 0.01
+    assert all((names[x][0].weight - names["model"][0].weight).abs().max() < 0.01 for x in ("other_model", "copy"))
 
 
 def accumulation(mesh):
@@ -377,6 +376,7 @@ CASES = {
     "experts.md-2": Case(checks.stored_mixture, checks.check_stored_mixture, ranks=False),
     "experts.md-3": Case(checks.sharded_mixture, checks.check_sharded_mixture),
     "export.md-0": Case(exported, check_exported, ranks=False),
+    "export.md-1": Case(checks.generating, checks.check_generating, ranks=False),
     "health.md-0": Case(watched, check_watched, ranks=False),
     "health.md-1": Case(lambda mesh: in_an_empty_folder(mesh) | {"x": torch.randn(64, HIDDEN)}, check_mapping, False),
     "transformers.md-0": Case(trainer, check_trainer, ranks=False),

@@ -128,3 +128,29 @@ def check_torchtitan(names):
     config = names["qwen3_fp8"]()
     assert config.model_spec.model.float8.recipe == "rowwise"
     assert config.parallelism.spmd_backend == "partial_dtensor"
+
+
+def generating(mesh):
+    model, copy = (nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(2))
+    tritonfp8.convert(model, "rowwise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(model, batch):
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return {
+        "tritonfp8": tritonfp8,
+        "before": model[0].weight.detach().clone(),
+        "model": model,
+        "copy": copy,
+        "train": train,
+        "batches": [torch.randn(4, 128) for _ in range(2)],
+    }
+
+
+def check_generating(names):
+    assert not torch.equal(names["model"][0].weight, names["before"])
+    x = torch.randn(3, 128)
+    with torch.no_grad():
+        assert torch.equal(names["copy"](x), names["model"](x))
