@@ -105,8 +105,7 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait for all launched kernels."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        timers.synchronize(self.device)
 
     def gpu_seconds(self, function: Function) -> float:
         """Median seconds of the runs that fit into the effort. L2 is flushed before each run.
@@ -147,18 +146,18 @@ class Device:
         self.synchronize()
         return seconds / calls
 
+    def idle_host_seconds(self, function: Function, calls: int) -> float:
+        """Median host seconds of a call that finds the GPU idle."""
+        return timers.idle_host_seconds(function, self.device, calls)
+
     def memory(self) -> int:
         """Bytes allocated now. Resets the peak."""
-        if self.device.type != "cuda":
-            return 0
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return torch.cuda.memory_allocated(self.device)
+        return timers.allocated(self.device)
 
     def peak(self, since: int) -> Row:
         """Peak of allocated bytes beyond ``since``, as a field; empty on a CPU."""
-        if self.device.type != "cuda":
-            return {}
-        return {"peak_bytes": torch.cuda.max_memory_allocated(self.device) - since}
+        peak = timers.peak_bytes(self.device, since)
+        return {} if peak is None else {"peak_bytes": peak}
 
     def breakdown(self, function: Function) -> Row:
         """GPU seconds of a run in GEMMs, casts and other kernels, as fields. Empty on a CPU.

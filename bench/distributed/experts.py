@@ -24,6 +24,7 @@ from bench.models import mixture, training_step
 from bench.shapes import SHAPES, Shape
 from tritonfp8 import recipes
 from tritonfp8.distributed import count_collective_bytes, shard_experts
+from tritonfp8.training import timers
 
 BASELINE = "bf16"
 WARM_UP = 3
@@ -73,13 +74,10 @@ def seconds(step: Callable[[], Any], device: torch.device, steps: int) -> list[f
     found = []
     for _ in range(steps):
         torch.distributed.barrier()
-        accelerated = device.type == "cuda"
-        if accelerated:
-            torch.cuda.synchronize()
+        timers.synchronize(device)
         began = time.perf_counter()
         step()
-        if accelerated:
-            torch.cuda.synchronize()
+        timers.synchronize(device)
         found.append(time.perf_counter() - began)
     return found
 
@@ -90,13 +88,11 @@ def measure(contestant: Contestant, shape: Shape, device: torch.device, steps: i
     seconds(step, device, WARM_UP)
     with count_collective_bytes() as traffic:
         step()
-    peak = None
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        peak = torch.cuda.max_memory_allocated() - before
+    before = timers.allocated(device)
+    step()
+    peak = timers.peak_bytes(device, before)
     row = {"contestant": contestant.name, "seconds": statistics.median(seconds(step, device, steps))}
     return row | {"peak_bytes": peak, "all_to_all_bytes": traffic.bytes["all_to_all"]}
 

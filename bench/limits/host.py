@@ -18,7 +18,7 @@ import typer
 
 from bench.contest.compare import FULL, SMOKE_EFFORT, Device
 from bench.contest.machine import results_folder, write_results
-from bench.training.direct_calls import OPS_IN_GRAPH, Graph, graphs_of_ops, host_seconds
+from bench.training.direct_calls import OPS_IN_GRAPH, Graph, graphs_of_ops
 from tritonfp8.compat import torch_private, triton_private
 from tritonfp8.launch import executor
 from tritonfp8.ops import direct
@@ -74,7 +74,7 @@ def parts(device: Device, name: str, each: Graph, smoke: bool) -> dict[str, floa
 
     def seconds(run: Callable[[], Any]) -> float:
         run(), run()
-        return host_seconds(device, run, 2 if smoke else CALLS) / OPS_IN_GRAPH
+        return device.idle_host_seconds(run, 2 if smoke else CALLS) / OPS_IN_GRAPH
 
     graph = torch.compile(each.function, fullgraph=True, backend="eager" if smoke else "inductor")
     calls = calls_of(name, each.calls)
@@ -106,7 +106,7 @@ def main(
             found = parts(device, name, each, smoke)
             rows += [{"op": name, "part": part, "host_seconds": seconds} for part, seconds in found.items()]
         xs = [torch.empty(SIZE[:2], device=device.device) for _ in range(OPS_IN_GRAPH)]
-        seconds = host_seconds(device, lambda: [x.zero_() for x in xs], 2 if smoke else CALLS) / OPS_IN_GRAPH
+        seconds = device.idle_host_seconds(lambda: [x.zero_() for x in xs], 2 if smoke else CALLS) / OPS_IN_GRAPH
         rows.append({"op": TORCH_LAUNCH, "part": "all", "host_seconds": seconds})
     for row in rows:
         print(f"{row['op']:<32} {row['part']:<24} {1e6 * row['host_seconds']:6.1f} us")

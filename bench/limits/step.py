@@ -29,7 +29,7 @@ from bench.contest.compare import QUICK, SMOKE_EFFORT, Device
 from bench.contest.machine import results_folder, write_results
 from bench.contest.peers import COMPILED_VERSIONS
 from bench.models import build, training_step
-from bench.training.direct_calls import host_seconds
+from bench.training.direct_calls import HOST_CALLS
 from tritonfp8.advice import captured
 from tritonfp8.compat import torch_private, triton_private
 from tritonfp8.launch import executor
@@ -130,7 +130,7 @@ def rows_of(
         {
             "shape": shape.name, "size": shape.size, "contender": name, "way": way, "converted": made[name][1],
             "seconds": statistics.median(seconds[name]), "rounds": seconds[name],
-            "host_seconds": host_seconds(device, step),
+            "host_seconds": device.idle_host_seconds(step, HOST_CALLS),
         }
         for name, step in steps.items()
     ]  # fmt: skip

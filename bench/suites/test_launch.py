@@ -15,7 +15,7 @@ from bench.contest import gates
 from bench.contest.cases import CALLS, FIRST_STEP, GEMM_CASES, IN_GRAPH, OPS_IN_GRAPHS, Product
 from bench.contest.compare import Contender, measures
 from bench.contest.peers import epilogue_scaled
-from bench.training.direct_calls import OPS_IN_GRAPH, graphs_of_ops, host_seconds
+from bench.training.direct_calls import HOST_CALLS, OPS_IN_GRAPH, graphs_of_ops
 from tritonfp8 import ops
 
 PEER = "torch._scaled_mm"
@@ -75,7 +75,7 @@ def test_op_in_a_compiled_graph(benchmark, contest, case, shape):
         return Contender(name, lambda: lambda: graph(argument), own=True)
 
     def seconds(function):
-        return host_seconds(contest.device, function) / OPS_IN_GRAPH
+        return contest.device.idle_host_seconds(function, HOST_CALLS) / OPS_IN_GRAPH
 
     with torch.no_grad():
         contest(benchmark, case, shape, [contender(name) for name in OPS_IN_GRAPHS], clock=seconds)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -41,18 +39,6 @@ def compiled_afresh(way: str, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def host_seconds(device: Device, function: Callable[[], Any], calls: int = HOST_CALLS) -> float:
-    """Median host seconds of a call that finds the GPU idle."""
-    found = []
-    for _ in range(calls):
-        device.synchronize()
-        start = time.perf_counter()
-        function()
-        found.append(time.perf_counter() - start)
-    device.synchronize()
-    return statistics.median(found)
-
-
 def model_rows(device: Device, shape: shapes.Shape, names: list[str]) -> Iterator[dict[str, Any]]:
     """Forward and backward of a model in bf16 and in each recipe, both ways."""
     *_, batch, sequence = shape.size
@@ -66,7 +52,7 @@ def model_rows(device: Device, shape: shapes.Shape, names: list[str]) -> Iterato
             layer.compile(fullgraph=True, dynamic=False)
         step = training_step(model, model.layers, x, grad_output)
         compiled_afresh(way, step)
-        seconds, host = device.settled_seconds(step), host_seconds(device, step)
+        seconds, host = device.settled_seconds(step), device.idle_host_seconds(step, HOST_CALLS)
         yield {"shape": shape.name, "contender": name, "calls": way, "seconds": seconds, "host_seconds": host}
         del model, layer, step
         device.release()
@@ -112,7 +98,7 @@ def op_rows(device: Device) -> Iterator[dict[str, Any]]:
         graph, argument = torch.compile(each.function, fullgraph=True), each.argument
         with torch.no_grad():
             compiled_afresh(way, graph, argument)
-            seconds = host_seconds(device, lambda graph=graph, argument=argument: graph(argument), 30)
+            seconds = device.idle_host_seconds(lambda graph=graph, argument=argument: graph(argument), 30)
         yield {"op": name, "calls": way, "host_seconds": seconds / OPS_IN_GRAPH}
 
 

@@ -69,10 +69,10 @@ ROOM_LINES = {
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
     "workflow": 3490,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file
-    "training": 1410,  # the check of a device, which was in cli, too; the host's clock, from the benchmark
+    "training": 1460,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
     "warmup": 1430,
     "integrations": 800,  # figures of sampled steps in the logs of two trainers
-    "advice": 1965,  # tritonfp8 advise: blocks, steps and layers measured or predicted, and a recommendation
+    "advice": 1935,  # tritonfp8 advise: blocks, steps and layers measured or predicted, and a recommendation
     "cli": 470,  # the command advise
     "__main__": 10,
     "tritonfp8": 80,

@@ -78,7 +78,7 @@ def test_a_part_is_what_a_call_takes_less_without_it(tmp_path, monkeypatch):
         seen.append(replaced)
         return {0: 26.0, 1: 15.0, 2: 6.0, 3: 2.0}[(len(seen) - 1) % 4] * host.OPS_IN_GRAPH
 
-    monkeypatch.setattr(host, "host_seconds", seconds)
+    monkeypatch.setattr(host.Device, "idle_host_seconds", seconds)
     found = {}
     for row in rows_of(host, tmp_path / "host.json"):
         found.setdefault(row["op"], {})[row["part"]] = row["host_seconds"]

@@ -20,8 +20,7 @@ from tritonfp8.specs.checks import first_line
 from tritonfp8.training import timers
 from tritonfp8.workflow import floating_tensors, own_loss
 
-# The clocks of a GPU follow the load of the last tenths of a second.
-SETTLING_SECONDS, RUNS, HOST_RUNS = 0.25, 9, 5
+SETTLING_SECONDS, MOST_SETTLING_RUNS, RUNS, HOST_RUNS = 0.25, 300, 9, 5
 WARM_RUNS = 3
 
 Scope = contextlib.AbstractContextManager[Any]
@@ -125,17 +124,16 @@ def measured(step: Step, graph: bool) -> Timing:
         step: the step; its first call compiles.
         graph: whether to capture it as a CUDA graph, too.
     """
-    wait = _waiting(step.device)
-    before = _memory(step.device)
+    before = timers.allocated(step.device)
     begin = time.perf_counter()
     step()
-    wait()
+    timers.synchronize(step.device)
     first = time.perf_counter() - begin
     for _ in range(WARM_RUNS - 1):
         step()
-    wait()
-    peak = _peak(step.device, before)
-    host = _host_seconds(step, wait)
+    timers.synchronize(step.device)
+    peak = timers.peak_bytes(step.device, before)
+    host = timers.idle_host_seconds(step, step.device, HOST_RUNS)
     seconds = in_a_row(step, step.device)
     gpu, reason = _graphed_seconds(step) if graph and step.device.type == "cuda" else (None, None)
     return Timing(seconds, host, gpu, first, peak, reason)
@@ -146,9 +144,7 @@ def in_a_row(function: Callable[[], object], device: torch.device) -> float:
     if device.type != "cuda":
         return statistics.median(timers.wall_seconds(function) for _ in range(3))
     with torch.cuda.device(device):
-        once = statistics.median(timers.gpu_seconds([function] * 3, lambda: None))
-        settling = min(300, int(SETTLING_SECONDS / max(once, 1e-6)))
-        return statistics.median(timers.gpu_seconds([function] * (settling + RUNS), lambda: None)[-RUNS:])
+        return statistics.median(timers.settled_seconds(function, RUNS, SETTLING_SECONDS, most=MOST_SETTLING_RUNS))
 
 
 def _graphed_seconds(step: Step) -> tuple[float | None, str | None]:
@@ -192,27 +188,3 @@ def captured(function: Callable[[], Any]) -> tuple[Any, Any]:
     with torch.cuda.graph(graph):
         results = function()
     return graph, results
-
-
-def _host_seconds(step: Step, wait: Callable[[], None]) -> float:
-    found = []
-    for _ in range(HOST_RUNS):
-        wait()
-        found.append(timers.wall_seconds(step))
-    wait()
-    return statistics.median(found)
-
-
-def _waiting(device: torch.device) -> Callable[[], None]:
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-
-
-def _memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _peak(device: torch.device, before: int) -> int | None:
-    return torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None

@@ -112,9 +112,7 @@ def settled_seconds(functions: Sequence[Callable[[], object]]) -> list[float]:
     turns = list(zip(functions, seconds, strict=True))
     for _ in range(SETTLED_ROUNDS):
         for function, found in turns:
-            once = timers.gpu_seconds([function] * 2, flushed.zero_)[-1]
-            runs = int(SETTLING_SECONDS / once) + SETTLED_RUNS
-            found += timers.gpu_seconds([function] * runs, flushed.zero_)[-SETTLED_RUNS:]
+            found += timers.settled_seconds(function, SETTLED_RUNS, SETTLING_SECONDS, flushed.zero_)
         turns.reverse()
     return list(map(statistics.median, seconds))
 
