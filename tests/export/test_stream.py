@@ -224,6 +224,15 @@ def test_a_stream_that_breaks_off_changes_nothing():
     assert same(bits_of(copy), before)
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C as in a terminal: programs that a shell runs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("at", [0, 5])
 def test_ctrl_c_leaves_the_new_weights(monkeypatch, at):
     trainer, copy, expected = trainer_of("rowwise"), copy_of("rowwise"), copy_of("rowwise")
@@ -243,6 +252,7 @@ def test_ctrl_c_leaves_the_new_weights(monkeypatch, at):
     assert same(bits_of(copy), bits_of(expected))
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_after_an_error_is_not_lost():
     with pytest.raises(KeyboardInterrupt) as found, uninterrupted():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)

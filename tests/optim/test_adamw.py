@@ -9,6 +9,7 @@ import torch
 from cases import QUANTIZED, cpu_and_cuda
 from stored_layers import reloaded
 from torch import nn
+from torch.torch_version import TorchVersion
 from trained_models import codes, data, plain_model, stored_model, train, values
 from transformers.pytorch_utils import Conv1D
 
@@ -267,9 +268,22 @@ COMPILED = {
 }
 
 
+# Its Dynamo traces into the write; later ones leave it out of the graph.
+TRACES_WRITES = TorchVersion(torch.__version__) < (2, 12)
+INSIDE = r"inside torch\.compile writes to a weight that is stored in 8 bits"
+
+
 @pytest.mark.filterwarnings("ignore:.* writes to weights that are stored in 8 bits")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name):
+    if TRACES_WRITES and name == "torch's SGD":
+        model = stored_model("rowwise")
+        optimizer, before = torch.optim.SGD(model.parameters(), lr=10.0), codes(model)
+        optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+        with pytest.raises(Exception, match=INSIDE):
+            train(model, optimizer, 1)
+        assert_bitwise_equal(codes(model), before)
+        return
     (kind, lr, part, recipe), found = COMPILED[name], []
     for compiled in (False, True):
         model = stored_model(recipe)
@@ -286,7 +300,7 @@ def test_a_write_inside_a_graph_is_an_error():
     weight = stored_model("rowwise")[0].weight.detach()
     before = weight._qdata.clone()
     write = torch.compile(lambda: weight.mul_(0.5), backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"inside torch\.compile writes to a weight that is stored in 8 bits"):
+    with pytest.raises(Exception, match=r"a weight that is stored in 8 bits" if TRACES_WRITES else INSIDE):
         write()
     assert_bitwise_equal([weight._qdata], [before])
 
