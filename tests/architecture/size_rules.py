@@ -65,7 +65,7 @@ ROOM_LINES = {
     "layers": 6660,  # operands from codes, a backward that dequantizes, experts of rows that travelled
     "functional": 380,
     "conversion": 1840,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
-    "export": 2650,  # load_tensors: the tensors of an export into a model that generates
+    "export": 2665,  # load_tensors: the tensors of an export into a model that generates
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
     "workflow": 3490,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file

@@ -160,7 +160,7 @@ def test_least_bytes_of_experts_are_those_of_their_tensors():
 
 
 def test_a_row_of_a_step_has_its_times_and_parts(monkeypatch, tmp_path):
-    """Of each contender and way; on a CPU nothing is launched. What is noted leaves nothing behind."""
+    """Of each contender and way; on a CPU nothing is launched. The functions that noted calls are put back."""
     real = (triton_private.raw_launches, torch_private.empty_strided, direct.site, direct.CALLS.quantize)
     (shape,) = (shape for shape in shapes.select("model", [shapes.SMOKE]) if shape.name in models.DIFFUSION)
     monkeypatch.setattr(shapes, "select", lambda kind, names: [shape])

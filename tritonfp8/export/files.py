@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.naming import listed
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -172,3 +173,19 @@ def _headers(folder: Path, file: str) -> dict[str, Stored]:
                 raise ValueError(f"{name} in {folder / file} must be of a dtype among {', '.join(DTYPES)}; got {kind}")
             found[name] = Stored(file, DTYPES[kind], tuple(header.get_shape()))
     return found
+
+
+def given_tensors(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of an export by name. Raises TypeError for anything else, ValueError for a name that comes twice."""
+    found: dict[str, Tensor] = {}
+    for name, x in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        require_type(f"the tensor {name!r}", x, Tensor, "a tensor")
+        if name in found:
+            raise ValueError(f"{name} came twice: give the tensors of one export")
+        found[name] = x
+    return found
+
+
+def headers_of(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """The headers of tensors that are in memory, in no file."""
+    return {name: Stored("", x.dtype, tuple(x.shape)) for name, x in tensors.items()}

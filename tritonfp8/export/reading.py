@@ -6,10 +6,10 @@ Everything that headers tell is checked before the model changes: names, shapes,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from tritonfp8.conversion import bare, reshard
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.configs import FormatGroup, groups, scales_of_activations
 from tritonfp8.export.experts import rows_of_block
-from tritonfp8.export.files import Read, Stored, opened_all, read_config, stored_tensors
+from tritonfp8.export.files import Read, Stored, given_tensors, headers_of, opened_all, read_config, stored_tensors
 from tritonfp8.export.matching import Match, Placed, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
 from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport
@@ -88,7 +88,7 @@ def load(
     matched = _matched(model, stored, found, patterns, scales_of_activations(config))
     with opened_all(root, stored) as read:
         _check_scales(matched.jobs, read)
-        filled = _fill_all(matched.jobs, read, torch.device(device))
+        filled = _fill_all(_prepared(matched.jobs, read, torch.device(device)))
     return _report(model, matched, filled)
 
 
@@ -110,12 +110,12 @@ def load_tensors(
     Args:
         model: as for :func:`load`.
         tensors: names and tensors, such as :func:`tritonfp8.export.tensors` gives, of this process or another one. They
-            are in memory together: half the bytes of a model in bfloat16.
+            are in memory together (half the bytes of a model in bfloat16), with the values of weights not stored.
         format: the checkpoint format that they are in; see :func:`tritonfp8.export.plan`.
         ignore, device: as for :func:`load`.
 
     Returns:
-        A :class:`LoadReport`, as of :func:`load`.
+        A :class:`LoadReport`; see :func:`load`.
 
     Raises:
         ValueError: as :func:`load`; an unknown format; or two tensors of one name. The model is unchanged then.
@@ -124,26 +124,13 @@ def load_tensors(
     require_module(model)
     model = bare(model)
     patterns, found = patterns_of(ignore), groups(checkpoint_format(format, "pow2", None).config(()))
-    given = _by_name(tensors)
-    stored = {name: Stored("", x.dtype, tuple(x.shape)) for name, x in given.items()}
-    matched = _matched(model, stored, found, patterns)
-    to = torch.device(device)
+    given = given_tensors(tensors)
+    matched = _matched(model, headers_of(given), found, patterns)
     _check_scales(matched.jobs, given.__getitem__)
-    for job in matched.jobs:
-        _values(job, given.__getitem__, to)
+    prepared = list(_prepared(matched.jobs, given.__getitem__, torch.device(device)))
     with uninterrupted():
-        filled = _fill_all(matched.jobs, given.__getitem__, to)
+        filled = _fill_all(prepared)
     return _report(model, matched, filled)
-
-
-def _by_name(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, x in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        require_type(f"the tensor {name!r}", x, Tensor, "a tensor")
-        if name in found:
-            raise ValueError(f"{name} came twice: give the tensors of one export")
-        found[name] = x
-    return found
 
 
 def _matched(
@@ -179,6 +166,19 @@ def _scale(job: Placed, read: Read) -> Tensor:
     return x.view(scales.dtype) if scales.exponent_only else x.to(scales.dtype)
 
 
+class _Prepared(NamedTuple):
+    """A tensor as its place takes it, read by one job or by one a matrix of experts.
+
+    ``source`` is its codes, or a text for the report; of experts also None, if no weight has their codes together.
+    ``is_exact``: of experts, whether the dtype of the parameter holds the values exactly.
+    """
+
+    jobs: list[Placed]
+    x: Tensor
+    source: Quantized | StoredMatrices | str | None
+    is_exact: bool = True
+
+
 def _check_scales(jobs: Iterable[Placed], read: Read) -> None:
     for job in jobs:
         if job.row is not None:
@@ -189,38 +189,42 @@ def _check_scales(jobs: Iterable[Placed], read: Read) -> None:
                 )
 
 
-def _fill_all(jobs: list[Placed], read: Read, device: torch.device) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
-    """Read every tensor into its place, file by file. Returns the layers and the other tensors of the report."""
-    layers: dict[str, LoadedLayer] = {}
-    copied: dict[str, str] = {}
-    filled: dict[int, Tensor] = {}
+def _prepared(jobs: list[Placed], read: Read, device: torch.device) -> Iterator[_Prepared]:
+    """What goes into each place, file by file; experts last."""
     stacks: dict[int, list[Placed]] = {}
     for job in sorted(jobs, key=lambda job: job.stored.file):
         if job.part is not None:
             stacks.setdefault(id(job.place), []).append(job)
             continue
-        target = filled.get(id(job.place))
-        x, made_from = _values(job, read, device)
-        if target is not None:
-            _check_tied(job, target, x)
+        x, source = _values(job, read, device)
+        yield _Prepared([job], _kept(job.place.tensor, source, x), source)
+    for stack in stacks.values():
+        yield _prepared_stack(stack, read, device)
+
+
+def _fill_all(prepared: Iterable[_Prepared]) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
+    """Put all into their places. Returns the layers and the other tensors of the report."""
+    layers: dict[str, LoadedLayer] = {}
+    copied: dict[str, str] = {}
+    filled: dict[int, Tensor] = {}
+    for jobs, x, source, is_exact in prepared:
+        job = jobs[0]
+        if id(job.place) in filled:
+            _check_tied(job, filled[id(job.place)], x)
             copied[job.name_in_model] = "tied"
             continue
-        x = _kept(job.place.tensor, made_from, x)
-        filled[id(job.place)] = _fill(job.place, x)
-        if isinstance(made_from, Quantized):
+        target = filled[id(job.place)] = _fill(job.place, x)
+        weight = x if isinstance(x, StoredWeight | StoredMatrices) else whole(target)
+        if isinstance(source, str):
+            copied[job.name_in_model] = source
+        elif isinstance(source, Quantized):
             assert job.row is not None
-            again = _again(job, x if isinstance(x, StoredWeight) else whole(filled[id(job.place)]), made_from)
-            layers[job.layer] = LoadedLayer(_shown_format(job.row), again)
+            layers[job.layer] = LoadedLayer(_shown_format(job.row), _again(job, weight, source))
+        elif formats := {_shown_format(job.row) for job in jobs if job.row is not None}:
+            again = _again_stack(job.owner, source, weight, plain_weight(x) if is_exact else None)
+            layers[job.place.name] = LoadedLayer(f"{' and '.join(sorted(formats))}, of each expert", again)
         else:
-            copied[job.name_in_model] = made_from
-    for stack in stacks.values():
-        name = stack[0].place.name
-        formats = {_shown_format(job.row) for job in stack if job.row is not None}
-        again = _fill_stack(stack, read, device)
-        if formats:
-            layers[name] = LoadedLayer(f"{' and '.join(sorted(formats))}, of each expert", again)
-        else:
-            copied[name] = "copied, of each expert"
+            copied[job.place.name] = "copied, of each expert"
     return layers, copied
 
 
@@ -229,7 +233,7 @@ def _shown_format(row: CheckpointFormat) -> str:
 
 
 def _check_tied(job: Placed, target: Tensor, x: Tensor) -> None:
-    if not torch.equal(plain_weight(whole(target)), x):
+    if not torch.equal(plain_weight(whole(target)), plain_weight(x)):
         raise ValueError(
             f"{' and '.join(job.place.names)} are one tensor in the model, and differ in the checkpoint: build the "
             "model with tie_word_embeddings=False"
@@ -282,11 +286,8 @@ def _are_powers(scale: Tensor) -> bool:
     return bool((torch.frexp(scale.float()).mantissa == 0.5).all())
 
 
-def _fill_stack(jobs: list[Placed], read: Read, device: torch.device) -> str | None:
-    """Read a weight of experts from the matrices of all experts. Returns what its recipe makes of it.
-
-    It is in memory once more meanwhile: in codes, unless a block would have rows of two matrices.
-    """
+def _prepared_stack(jobs: list[Placed], read: Read, device: torch.device) -> _Prepared:
+    """A weight of experts from the matrices of all experts: in codes, unless a block would have rows of two."""
     target = jobs[0].place.tensor
     made, part = _stacked_codes(jobs, read, device), stored_part(target)
     if made is None:
@@ -295,9 +296,7 @@ def _fill_stack(jobs: list[Placed], read: Read, device: torch.device) -> str | N
         x, is_exact = StoredMatrices(made._qdata, made._scale, part.spec, target.dtype), True
     else:
         x, is_exact = made.dequantize(), _are_powers(made._scale)
-    filled = _fill(jobs[0].place, x)
-    weight = x if isinstance(x, StoredMatrices) else whole(filled)
-    return _again_stack(jobs[0].owner, made, weight, plain_weight(x) if is_exact else None)
+    return _Prepared(jobs, x, made, is_exact)
 
 
 def _stacked_values(jobs: list[Placed], read: Read, device: torch.device) -> tuple[Tensor, bool]:

@@ -47,10 +47,8 @@ FAULTS = (
     ),
     (
         "tritonfp8/export/reading.py",
-        """    for job in matched.jobs:
-        _values(job, given.__getitem__, to)
-""",
-        "",
+        "prepared = list(_prepared(matched.jobs, given.__getitem__, torch.device(device)))",
+        "prepared = _prepared(matched.jobs, given.__getitem__, torch.device(device))",
         "a NaN in the last weight of a stream is found when the weights before it are new",
         ("tests/export/test_stream.py", "-k", "error"),
     ),
@@ -63,8 +61,8 @@ FAULTS = (
     ),
     (
         "tritonfp8/export/reading.py",
-        "        x = _kept(job.place.tensor, made_from, x)\n",
-        "",
+        "_kept(job.place.tensor, source, x), source)",
+        "x, source)",
         "codes of a stream become values, and these are quantized again",
         ("tests/export/test_stream.py", "tests/export/test_stored.py"),
     ),
