@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tritonfp8
+from bench.contest.peers import COMPILED_VERSIONS
 from bench.shapes import Shape
 from tritonfp8.layers.moe import Routing, combine, gather
 
@@ -174,6 +175,21 @@ def build(shape: Shape, device: torch.device) -> Layers | Blocks | DiffusionBloc
         elif "norm" not in name:
             nn.init.zeros_(parameter)
     return model
+
+
+def inputs(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states for a model of :func:`build`, which need a gradient, and the gradient of the output, in bf16."""
+    *_, batch, sequence = shape.size
+    hidden = (batch, sequence, shape.size[1])
+    x, grad_output = (torch.randn(hidden, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return x.requires_grad_(), grad_output
+
+
+def compile_layers(model: Layers | Blocks | DiffusionBlocks, smoke: bool) -> None:
+    """Compile each layer; the layers are alike and share one compiled version. Without Inductor in a smoke test."""
+    torch._dynamo.config.recompile_limit = COMPILED_VERSIONS
+    for layer in model.layers:
+        layer.compile(backend="eager" if smoke else "inductor", fullgraph=True, dynamic=False)
 
 
 def llama(shape: Shape, device: torch.device) -> Layers:

@@ -27,8 +27,7 @@ import tritonfp8
 from bench import shapes
 from bench.contest.compare import QUICK, SMOKE_EFFORT, Device
 from bench.contest.machine import results_folder, write_results
-from bench.contest.peers import COMPILED_VERSIONS
-from bench.models import build, training_step
+from bench.models import build, compile_layers, inputs, training_step
 from bench.training.direct_calls import HOST_CALLS
 from tritonfp8.advice import captured
 from tritonfp8.compat import torch_private, triton_private
@@ -86,15 +85,12 @@ def step_of(
 ) -> tuple[Callable[[], Any], int]:
     """Forward and backward of a model by a recipe, or in bf16; and how many layers follow the recipe."""
     *_, batch, sequence = shape.size
-    x = torch.randn(batch, sequence, shape.size[1], device=device.device, dtype=torch.bfloat16).requires_grad_()
-    grad_output = torch.randn_like(x)
+    x, grad_output = inputs(shape, device.device)
     model, converted = build(shape, device.device), 0
     if name != BF16:
         converted = len(tritonfp8.convert(model, name, filter=filter, tokens=batch * sequence).converted)
     if way != EAGER:
-        torch._dynamo.config.recompile_limit = COMPILED_VERSIONS
-        for layer in model.layers:
-            layer.compile(backend="inductor" if device.effort.seconds else "eager", fullgraph=True, dynamic=False)
+        compile_layers(model, smoke=not device.effort.seconds)
     step = training_step(model, model.layers, x, grad_output)
     step(), step()
     if way != GRAPH or device.device.type != "cuda":

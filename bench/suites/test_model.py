@@ -19,27 +19,12 @@ from bench.contest.cases import (
     recipe_variants,
 )
 from bench.contest.compare import Contender, measures
-from bench.contest.peers import COMPILED_VERSIONS, TORCHAO_RECIPES, torchao_layers
-from bench.models import build, training_step
+from bench.contest.peers import TORCHAO_RECIPES, torchao_layers
+from bench.models import build, compile_layers, inputs, training_step
 from tritonfp8.advice import captured
 
 # Compiling takes longer than measuring.
 pytestmark = pytest.mark.timeout(1200)
-
-
-def compile_layers(model, smoke):
-    """Compile each layer; the layers are alike and share one compiled version."""
-    torch._dynamo.config.recompile_limit = COMPILED_VERSIONS
-    for layer in model.layers:
-        layer.compile(backend="eager" if smoke else "inductor", fullgraph=True, dynamic=False)
-
-
-def inputs(shape, device):
-    """Hidden states, which need a gradient, and the gradient of the output."""
-    *_, batch, sequence = shape.size
-    hidden = (batch, sequence, shape.size[1])
-    x = torch.randn(hidden, device=device, dtype=torch.bfloat16).requires_grad_()
-    return x, torch.randn(hidden, device=device, dtype=torch.bfloat16)
 
 
 def close_to_bf16(shape, x, grad_output):

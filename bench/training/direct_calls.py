@@ -20,7 +20,7 @@ from bench import shapes
 from bench.contest.compare import QUICK, Device
 from bench.contest.machine import results_folder, write_results
 from bench.contest.peers import COMPILED_VERSIONS
-from bench.models import build, training_step
+from bench.models import build, compile_layers, inputs, training_step
 from tritonfp8 import ops, recipes
 from tritonfp8.ops import direct
 
@@ -41,20 +41,17 @@ def compiled_afresh(way: str, function: Callable[..., Any], *args: Any) -> Any:
 
 def model_rows(device: Device, shape: shapes.Shape, names: list[str]) -> Iterator[dict[str, Any]]:
     """Forward and backward of a model in bf16 and in each recipe, both ways."""
-    *_, batch, sequence = shape.size
-    x = torch.randn(batch, sequence, shape.size[1], device=device.device, dtype=torch.bfloat16).requires_grad_()
-    grad_output = torch.randn_like(x)
+    x, grad_output = inputs(shape, device.device)
     for name, way in [("bf16", DIRECT), *((name, way) for name in names for way in (DIRECT, DISPATCHER))]:
         model = build(shape, device.device)
         if name != "bf16":
             tritonfp8.convert(model, name)
-        for layer in model.layers:
-            layer.compile(fullgraph=True, dynamic=False)
+        compile_layers(model, smoke=False)
         step = training_step(model, model.layers, x, grad_output)
         compiled_afresh(way, step)
         seconds, host = device.settled_seconds(step), device.idle_host_seconds(step, HOST_CALLS)
         yield {"shape": shape.name, "contender": name, "calls": way, "seconds": seconds, "host_seconds": host}
-        del model, layer, step
+        del model, step
         device.release()
 
 

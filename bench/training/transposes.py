@@ -26,7 +26,7 @@ import tritonfp8
 from bench.contest.compare import QUICK, Device
 from bench.contest.machine import results_folder, write_results
 from bench.contest.peers import COMPILED_VERSIONS
-from bench.models import TorchExperts, build, mixture, training_step
+from bench.models import TorchExperts, build, compile_layers, inputs, mixture, training_step
 from bench.shapes import SHAPES, Shape
 from tritonfp8 import recipes
 
@@ -64,11 +64,8 @@ def step_of(kind: str, shape: Shape, recipe: str, source: str, device: torch.dev
         return training_step(forward, layer, x, torch.randn_like(x))
     model = build(shape, device)
     tritonfp8.convert(model, found)
-    for each in model.layers:
-        each.compile(backend=backend, fullgraph=True, dynamic=False)
-    *_, batch, sequence = shape.size
-    x = torch.randn(batch, sequence, shape.size[1], device=device, dtype=torch.bfloat16).requires_grad_()
-    return training_step(model, model.layers, x, torch.randn_like(x))
+    compile_layers(model, smoke=device.type != "cuda")
+    return training_step(model, model.layers, *inputs(shape, device))
 
 
 def warm(names: list[str]) -> None:
