@@ -1,5 +1,6 @@
 """A rank that fails, dies or skips a layer: no other waits for it for longer than the process group's timeout."""
 
+import ctypes
 import itertools
 import os
 import time
@@ -47,7 +48,7 @@ def sequence_parallel(mesh, how):
 
 
 WAYS = {"FSDP2": sharded_by_fsdp, "sequence parallel": sequence_parallel}
-ENDS = {"raise": "bad batch", "kill": "rank 1: the process ended", "skip": "Timed out"}
+ENDS = {"raise": "bad batch", "kill": "rank 1: the process ended (exit code 1)", "skip": "Timed out"}
 
 
 def end(processes, how, way):
@@ -82,3 +83,22 @@ def test_no_rank_waits_for_ever(ended, how, way):
     assert "rank 0 of 2: " in error
     assert ENDS[how] in error
     assert "nothing within" not in error
+
+
+def read_address_zero(mesh):
+    ctypes.string_at(0)
+
+
+def worlds(mesh):
+    return mesh.size()
+
+
+def test_the_error_of_a_crash_names_signal_and_line():
+    processes = Processes(1)
+    try:
+        with pytest.raises(RankError, match=r"rank 0: the process ended \(SIGSEGV\)(?s:.)*in read_address_zero"):
+            processes.run(1, read_address_zero)
+        # Others take its place.
+        assert processes.run(1, worlds) == [1]
+    finally:
+        processes.stop()

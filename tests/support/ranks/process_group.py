@@ -1,15 +1,19 @@
 """Rank processes that run functions of tests. They start once, because a start takes longer than most tests."""
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import os
+import shutil
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from unittest import mock
 
 import collector  # noqa: F401  before what imports many modules
@@ -17,6 +21,8 @@ import torch
 import torch.multiprocessing as mp
 
 START_TIMEOUT, TIMEOUT = 120, 60
+# Characters of what a process that ended had printed last: its stack, and the error of C++.
+LAST_WORDS = 4000
 # Each process group has threads that wake up a hundred times a second until the process ends. Forking new processes is
 # cheaper.
 MAX_GROUPS = 12
@@ -48,17 +54,22 @@ def made_mesh(device, sizes, names):
     return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
-def _serve(rank, size, rendezvous, pipe, device, group_timeout):
+def _serve(rank, size, folder, pipe, device, group_timeout):
     """Run each received function in the group of the first ``world`` ranks, until the pipe closes."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    # A process that a signal ends sends no error: what it prints then is all there is to find the cause by.
+    printed = os.open(_printed(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(printed, sys.__stderr__.fileno())
+    faulthandler.enable(sys.__stderr__)
     torch.set_num_threads(1)
     # As in the process of the tests (tests/conftest.py). Collections also copy the pages that processes share.
     gc.freeze()
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(BACKENDS[device], init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group(BACKENDS[device], init_method=rendezvous, rank=rank, world_size=size)
     worlds = range(1, size + 1)
     meshes = {world: DeviceMesh(device, list(range(world)), mesh_dim_names=("shard",)) for world in worlds}
     dist.barrier()
@@ -82,6 +93,11 @@ def _serve(rank, size, rendezvous, pipe, device, group_timeout):
             pipe.send((False, f"rank {rank} of {world}: {error!r}\n{traceback.format_exc()}"))
 
 
+def _printed(folder, rank):
+    """The file with what a rank prints to stderr."""
+    return Path(folder, f"{rank}.stderr")
+
+
 class RankError(Exception):
     """Errors of the ranks, with their tracebacks."""
 
@@ -98,10 +114,10 @@ class Processes:
 
     def __init__(self, size, device="cpu", group_timeout=None):
         self.size, self.device, self.group_timeout = size, device, group_timeout
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self):
-        folder = tempfile.mkdtemp()
+        self._folder = tempfile.mkdtemp()
         context = mp.get_context(START_METHODS[self.device])
         context.set_forkserver_preload(IMPORTED_ONCE)
         # The fork server of Python 3.11 leaves out, silently, what it does not find by its environment.
@@ -109,13 +125,22 @@ class Processes:
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
             for rank in range(self.size):
                 pipe, theirs = context.Pipe()
-                args = (rank, self.size, f"{folder}/rendezvous", theirs, self.device, self.group_timeout)
+                args = (rank, self.size, self._folder, theirs, self.device, self.group_timeout)
                 process = context.Process(target=_serve, args=args, daemon=True)
                 process.start()
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(pipe)
         self._collect(START_TIMEOUT)
+
+    def _end(self, rank):
+        """How a process ended, and what it printed last."""
+        self._processes[rank].join(timeout=10)
+        code = self._processes[rank].exitcode
+        by = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        printed = _printed(self._folder, rank)
+        last = printed.read_text(errors="replace")[-LAST_WORDS:] if printed.exists() else ""
+        return f"rank {rank}: the process ended ({by})\n{last}"
 
     def _collect(self, timeout, after_error=2):
         """The answer of each process. Stops soon after a failure, because other ranks may wait for the failed one."""
@@ -127,7 +152,7 @@ class Processes:
                 try:
                     answers[rank] = pipe.recv()
                 except (EOFError, ConnectionError):
-                    answers[rank] = (False, f"rank {rank}: the process ended")
+                    answers[rank] = (False, self._end(rank))
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + after_error)
         errors = [result for _, (done, result) in sorted(answers.items()) if not done]
@@ -167,4 +192,6 @@ class Processes:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._processes, self._pipes, self._folder = [], [], None
