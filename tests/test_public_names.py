@@ -30,8 +30,9 @@ NAMES = {
     ),
     "tritonfp8.export": (
         "CHECKPOINT_FORMATS", "CheckpointFormat", "ExportReport", "ExportedLayer", "LoadReport", "LoadedLayer", "load",
-        "load_tensors", "plan", "save", "tensors",
+        "TensorStream", "load_tensors", "plan", "save", "tensors",
     ),
+    "tritonfp8.rollout": ("ENGINE_NAMES", "EngineName", "Receiver", "send"),
     "tritonfp8.distributed": (
         "Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput", "count_collective_bytes",
         "enable_float8_all_gather", "scales", "shard_experts", "sharded_linear", "token_counts",
@@ -54,7 +55,7 @@ NAMES = {
     "tritonfp8.compat.hardware": ("abilities", "machine_key"),
 }  # fmt: skip
 # Parts of the package that are attributes of it.
-PARTS = {"distributed", "export", "optim", "recipes"}
+PARTS = {"distributed", "export", "optim", "recipes", "rollout"}
 # These list in `__all__` what other folders read, too.
 INTERNAL_TOO = {"tritonfp8.advice", "tritonfp8.warmup"}
 # The text that examples train on.
@@ -140,7 +141,7 @@ tritonfp8.convert(model, "rowwise")
 model(torch.ones(2, 64)).sum().backward()
 tritonfp8.swap_recipe(model, "blockwise")
 tritonfp8.revert(model)
-unasked = ("tritonfp8.distributed", "tritonfp8.export", "tritonfp8.workflow", "safetensors")
+unasked = ("tritonfp8.distributed", "tritonfp8.export", "tritonfp8.rollout", "tritonfp8.workflow", "safetensors")
 print(sorted(m for m in set(sys.modules) - before if m.startswith(unasked)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

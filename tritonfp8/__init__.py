@@ -66,7 +66,7 @@ _LAZY["quantized_init"] = "tritonfp8.conversion.stored_init"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("distributed", "export", "optim"):
+    if name in ("distributed", "export", "optim", "rollout"):
         return importlib.import_module(f"tritonfp8.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

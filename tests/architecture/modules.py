@@ -22,6 +22,7 @@ LAYERS = (
     {"tritonfp8"},
     {"distributed"},
     {"workflow"},
+    {"rollout"},
     {"training"},
     {"warmup"},
     {"advice"},

@@ -37,6 +37,17 @@ def test_it_gives_what_save_writes(tmp_path, format):
         assert torch.equal(x.view(torch.uint8), stored[name].view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("format", ALL_FORMATS)
+def test_headers_tell_what_comes_before_it_is_quantized(kind, format):
+    found = tritonfp8.export.tensors(model_of(kind, FAMILIES[kind]), format, dtype=torch.float16)
+    headers = dict(found.headers)
+    came = list(found.checked())
+    assert list(headers) == [name for name, _ in came]
+    assert {name: (x.dtype, tuple(x.shape)) for name, x in came} == {name: x[1:] for name, x in headers.items()}
+    assert sum(x.nbytes for x in headers.values()) == sum(x.nbytes for _, x in came)
+
+
 def test_a_scale_follows_its_codes_and_gradients_are_recorded_between_steps():
     names = []
     for name, _ in tritonfp8.export.tensors(model_of(), "fine_grained"):

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
 from tritonfp8.specs.checks import require
@@ -66,6 +67,17 @@ class CheckpointFormat:
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the scale in a file, for a weight of ``shape``: ``[1]`` for one scale, else the grid of blocks."""
         return (1,) if self.spec.block == TENSORWISE else self.spec.scale_shape(shape)
+
+    def scale_of(self, weight: str) -> str:
+        """The name of the scale of codes, by their name."""
+        return weight.removesuffix("weight") + self.scale_name
+
+    def check_scale(self, name: str, scale: Tensor, layer: str) -> None:
+        """Raise ValueError for a scale, as in a file or in the spec's dtype, that is NaN, infinite or negative."""
+        scales = SCALE_FORMATS[self.spec.scale_format]
+        x = (scale.view(scales.dtype) if scales.exponent_only else scale).float()
+        if not bool((x.isfinite() & (x >= 0)).all()):
+            raise ValueError(f"{name} must be finite and not negative; the weights of {layer} are unusable")
 
     def config(self, ignored: Sequence[str], scale_fmt: str | None = None) -> dict[str, Any]:
         """The quantization config of a checkpoint in which the modules ``ignored`` are in high precision."""

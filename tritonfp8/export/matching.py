@@ -116,7 +116,7 @@ def match(
         if not any(owner.name in stored or owner.written in stored for owner in place.owners)
     )
     jobs, unused = _jobs(stored, of_name, parts, found)
-    ignored = [name for name in unused if _matches(name, patterns)]
+    ignored = [name for name in unused if matches(name, patterns)]
     _check_ignored(ignored, jobs)
     of_codes = {_beside(job.name, "") for job in jobs if job.row is not None}
     of_activations = [
@@ -125,12 +125,12 @@ def match(
     loaded, names = {id(job.place) for job in jobs}, {job.name for job in jobs}
     absent = [place for place in found_places if id(place) not in loaded]
     # A pattern may be of either name.
-    is_left = [_matches(place.name, patterns) or _matches(place.written_name, patterns) for place in absent]
+    is_left = [matches(place.name, patterns) or matches(place.written_name, patterns) for place in absent]
     left = list(compress(absent, is_left))
     missing = {place.written_name for place, each in zip(absent, is_left, strict=True) if not each}
     missing |= {name for name, part in parts.items() if id(part.place) in loaded and name not in names}
-    _check_names(set(unused) - {*ignored, *of_activations}, missing)
-    _check_patterns(patterns, [*ignored, *(name for place in left for name in (place.name, place.written_name))])
+    check_names(set(unused) - {*ignored, *of_activations}, missing)
+    check_patterns(patterns, [*ignored, *(name for place in left for name in (place.name, place.written_name))])
     _check_left(left)
     for job in jobs:
         _check_job(job, stored)
@@ -159,7 +159,8 @@ def _without_weight(name: str) -> str:
     return name.removesuffix("weight").removesuffix(".")
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name is of one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -233,21 +234,23 @@ def _jobs(
     return jobs, [name for name in stored if name not in used]
 
 
-def _check_names(unused: set[str], missing: set[str]) -> None:
+def check_names(unused: set[str], missing: set[str], source: str = "checkpoint", target: str = "model") -> None:
+    """Raise ValueError for tensors of a source or a target that have no partner."""
     parts = []
     if unused:
-        parts.append(f"the model has no place for these tensors of the checkpoint: {listed(sorted(unused))}")
+        parts.append(f"the {target} has no place for these tensors of the {source}: {listed(sorted(unused))}")
     if missing:
-        parts.append(f"the checkpoint does not have these tensors of the model: {listed(sorted(missing))}")
+        parts.append(f"the {source} does not have these tensors of the {target}: {listed(sorted(missing))}")
     if parts:
         raise ValueError(
-            f"the checkpoint must fit the model; {'; '.join(parts)}. Build the model of the checkpoint's config, or "
+            f"the {source} must fit the {target}; {'; '.join(parts)}. Build the {target} of the {source}'s config, or "
             "name tensors that need no partner by patterns in ignore="
         )
 
 
-def _check_patterns(patterns: Iterable[str], names: Collection[str]) -> None:
-    if unused := [pattern for pattern in patterns if not any(_matches(name, (pattern,)) for name in names)]:
+def check_patterns(patterns: Iterable[str], names: Collection[str]) -> None:
+    """Raise ValueError for a pattern that matches none of the names."""
+    if unused := [pattern for pattern in patterns if not any(matches(name, (pattern,)) for name in names)]:
         raise ValueError(
             f"the patterns {', '.join(map(repr, unused))} of ignore match no tensor without a partner: leave them out"
         )

@@ -105,7 +105,7 @@ def load_tensors(
     All tensors are taken, and everything is checked, before the model changes. So an error, or Ctrl-C, leaves the old
     weights or the new ones, and never some of both. Codes of stored weights (``mode="inference"``) are copied as codes
     where the format has their blocks, so forward reads what the trainer's forward reads. Memory stays where it is: CUDA
-    graphs of the model stay valid.
+    graphs of the model stay valid. For tensors of an inference engine there is :class:`tritonfp8.rollout.Receiver`.
 
     Args:
         model: as for :func:`load`.
@@ -182,11 +182,7 @@ class _Prepared(NamedTuple):
 def _check_scales(jobs: Iterable[Placed], read: Read) -> None:
     for job in jobs:
         if job.row is not None:
-            x = _scale(job, read).float()
-            if not bool((x.isfinite() & (x >= 0)).all()):
-                raise ValueError(
-                    f"{job.scale} must be finite and not negative; the weights of {job.layer} are unusable"
-                )
+            job.row.check_scale(str(job.scale), _scale(job, read), job.layer)
 
 
 def _prepared(jobs: list[Placed], read: Read, device: torch.device) -> Iterator[_Prepared]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from tritonfp8.conversion.selection import Filter
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.choice import choose, ignored, is_exported, notes
 from tritonfp8.export.experts import PROJECTIONS, Part, codes_of, parts_of
+from tritonfp8.export.files import Stored, given_tensors, headers_of
 from tritonfp8.export.permanent import check_adapters, permanent, value_of
 from tritonfp8.export.places import Place, joined, places
 from tritonfp8.export.report import ExportedLayer, ExportReport
@@ -46,12 +47,18 @@ class WrittenTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in the export, with scales."""
-        count = self.tensor.numel()
+        return sum(header.nbytes for header in self.headers().values())
+
+    def headers(self) -> dict[str, Stored]:
+        """The names, dtypes and shapes of :meth:`tensors`, in this order."""
+        shape = tuple(self.tensor.shape)
         if self.row is None:
-            return count * self.dtype.itemsize
-        shapes = [part.shape for part in self.parts.values()] if self.parts else [tuple(self.tensor.shape)]
-        scales = sum(torch.Size(self.row.scale_shape(shape)).numel() for shape in shapes)
-        return count * self.row.dtype.itemsize + scales * self.row.scale_dtype.itemsize
+            return {self.name: Stored("", self.dtype, shape)}
+        found = {}
+        for name, each in {name: part.shape for name, part in self.parts.items()}.items() or [(self.name, shape)]:
+            found[name] = Stored("", self.row.dtype, each)
+            found[self.row.scale_of(name)] = Stored("", self.row.scale_dtype, self.row.scale_shape(each))
+        return found
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the export: one, or codes and scale; of experts, the tensors of each matrix.
@@ -79,7 +86,37 @@ def _written(name: str, q: Quantized, row: CheckpointFormat) -> Iterator[tuple[s
         raise ValueError(f"{name} has a NaN or an infinity: an engine would compute with it. Check the training")
     yield name, q.qdata
     scale = q.scale.contiguous().view(row.scale_dtype).reshape(row.scale_shape(q.qdata.shape))
-    yield name.removesuffix("weight") + row.scale_name, scale
+    yield row.scale_of(name), scale
+
+
+class TensorStream:
+    """An iterator over the names and tensors of an export; ``headers`` has their names, dtypes and shapes, in order."""
+
+    def __init__(self, headers: dict[str, Stored], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.headers = headers
+        self._tensors = iter(tensors)
+
+    def __iter__(self) -> TensorStream:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._tensors)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> TensorStream:
+        """A stream, or one of tensors that are all taken first. Raises as :func:`given_tensors`."""
+        if isinstance(tensors, cls):
+            return tensors
+        given = given_tensors(tensors)
+        return cls(headers_of(given), given.items())
+
+    def checked(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, as the headers announce them. Raises ValueError for another one, and at an early end."""
+        for (name, header), (found, x) in zip_longest(self.headers.items(), self, fillvalue=("", None)):
+            if not isinstance(x, Tensor) or found != name or Stored("", x.dtype, tuple(x.shape)) != header:
+                shown = f"{name or 'its end'}, as announced; got {found or 'its end'}"
+                raise ValueError(f"the stream must go on with {shown}: give one export, from its beginning")
+            yield found, x
 
 
 class StreamPlan(NamedTuple):
@@ -148,7 +185,7 @@ def tensors(
     scale_fmt: str | None = None,
     dtype: torch.dtype | None = None,
     adapters: str | None = None,
-) -> Iterator[tuple[str, Tensor]]:
+) -> TensorStream:
     """The tensors of an export one layer at a time, for an engine that is running.
 
     Arguments are checked by the call. A layer is quantized when its codes are asked for, from the values that its
@@ -159,15 +196,17 @@ def tensors(
         model, format, filter, scale_rounding, scale_fmt, dtype, adapters: as for :func:`plan`.
 
     Returns:
-        ``(name, tensor)`` in the order of the modules, on the device of the model. Codes are followed by their scale.
-        Tensors in high precision share the memory of the model, unless ``dtype`` casts them. Tied tensors come once.
+        An iterator over ``(name, tensor)`` in the order of the modules, on the device of the model. Codes are followed
+        by their scale. Its ``headers`` tell names, dtypes and shapes before a layer is quantized. Tensors in high
+        precision share the memory of the model, unless ``dtype`` casts them. Tied tensors come once.
 
     Raises:
         ValueError, TypeError: as :func:`plan`; and, when its layer is reached, a weight with a NaN or an infinity, or
             adapters that peft does not merge.
     """
     entries = planned(model, format, filter, scale_rounding, scale_fmt, dtype, adapters).entries
-    return chain.from_iterable(entry.tensors() for entry in entries)
+    headers = {name: header for entry in entries for name, header in entry.headers().items()}
+    return TensorStream(headers, chain.from_iterable(entry.tensors() for entry in entries))
 
 
 def planned(

@@ -22,16 +22,15 @@ import expert_mutants
 import graph_mutants
 import loading_mutants
 import model_mutants
+import rollout_mutants
 import shared_mutants
 import stored_mutants
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILED = "tests/compile_only"
-
-
 OTHERS = (
     expert_mutants, graph_mutants, loading_mutants, model_mutants, shared_mutants, stored_mutants, codes_mutants,
-    advice_mutants,
+    advice_mutants, rollout_mutants,
 )  # fmt: skip
 
 
@@ -317,8 +316,8 @@ MUTANTS = (
     ),
     Mutant(
         "tritonfp8/export/matching.py",
-        "_check_names(set(unused) - {*ignored, *of_activations}, ",
-        "_check_names(set(), ",
+        "    check_names(set(unused) - {*ignored, *of_activations}, ",
+        "    check_names(set(), ",
         "tensors of a checkpoint that the model does not have are dropped",
         ("tests/export",),
     ),

@@ -1,15 +1,30 @@
-"""Names and checks of the snippets of the documentation: stored weights, experts, checks and torchtitan."""
+"""Names and checks of the snippets of the documentation: stored weights, experts, engines, checks and torchtitan."""
 
 import os
 import tempfile
+from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
+from engines import bytes_of, engine_of, trainer_of, unfused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tritonfp8
 from tritonfp8.layers.stored import StoredMatrices, StoredWeight
+
+HIDDEN = 64
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, 128), nn.Linear(HIDDEN, 128)
+        self.down = nn.Linear(128, HIDDEN)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 def check_stored(names):
@@ -154,3 +169,34 @@ def check_generating(names):
     x = torch.randn(3, 128)
     with torch.no_grad():
         assert torch.equal(names["copy"](x), names["model"](x))
+
+
+def an_engine(mesh):
+    tensors, steps = engine_of("llama", "fine_grained"), []
+
+    def train(model, batch):
+        model(batch).logits.float().square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.zero_grad()
+        steps.append(batch)
+
+    return {
+        "model": trainer_of.__wrapped__("llama", "fine_grained"),
+        "engine": SimpleNamespace(named_parameters=tensors.items),
+        "train": train,
+        "generate": lambda engine: None,
+        "batches": [torch.arange(8).view(1, 8) + step for step in range(2)],
+        "steps": steps,
+    }
+
+
+def check_engine(names):
+    """An engine has the weights of a trainer after two steps; of another process the same ones are made here."""
+    if "receiver" not in names:
+        return
+    model = names["model"]
+    for batch in names["batches"][len(names["steps"]) :]:
+        names["train"](model, batch)
+    found = unfused([dict(names["engine"].named_parameters())], "llama", "fine_grained")
+    for name, x in tritonfp8.export.tensors(model, "fine_grained"):
+        assert torch.equal(bytes_of(found[name]), bytes_of(x)), name
