@@ -6,7 +6,7 @@ checks the installed versions and names.
 
 from tritonfp8.compat import counting, hardware, inductor_private, machine, torch_private, triton_private
 from tritonfp8.compat.interrupts import uninterrupted
-from tritonfp8.compat.transformers_names import CheckpointNames
+from tritonfp8.compat.transformers_names import CheckpointNames, without_fsdp
 from tritonfp8.compat.versions import TRITON_OF_TORCH, triton_since
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "triton_private",
     "triton_since",
     "uninterrupted",
+    "without_fsdp",
 ]

@@ -91,25 +91,29 @@ def _table(model: nn.Module) -> list[Any]:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 
     if isinstance(model, PreTrainedModel):
-        table = get_model_conversion_mapping(_without_fsdp(model), add_legacy=False)
+        table = get_model_conversion_mapping(without_fsdp(model), add_legacy=False)
     else:
         table = get_checkpoint_conversion_mapping(kind) or []
     # Whether a checkpoint has such a prefix is known only of one that was loaded, so transformers saves without it.
     return [each for each in table if type(each).__name__ != "PrefixChange"]
 
 
-def _without_fsdp(module: nn.Module) -> Any:
-    """A stand-in with the base classes from which ``fully_shard`` derived classes: the table has the base names.
+def without_fsdp(module: nn.Module, made: dict[nn.Module, Any] | None = None) -> Any:
+    """A stand-in with the base classes from which ``fully_shard`` derived classes.
 
-    It has the tree of modules, and shares all else.
+    It has the tree of modules, and shares all else. ``made`` takes the stand-in of each module.
     """
+    made = {} if made is None else made
+    if module in made:
+        return made[module]
     classes = type(module).__mro__
     at = next((at for at, cls in enumerate(classes) if cls.__name__ == "FSDPModule"), -1)
     # Without __init__, which would make parameters.
-    made: Any = object.__new__(classes[at + 1])
-    children = {name: None if child is None else _without_fsdp(child) for name, child in module._modules.items()}
-    made.__dict__.update(module.__dict__, _modules=children)
-    return made
+    found: Any = object.__new__(classes[at + 1])
+    made[module] = found
+    children = {name: None if c is None else without_fsdp(c, made) for name, c in module._modules.items()}
+    found.__dict__.update(module.__dict__, _modules=children)
+    return found
 
 
 def _has_operations(entry: Any) -> bool:

@@ -151,6 +151,13 @@ class Fingerprints:
                 total = words if total is None else total * 31 + words
         return torch.zeros(2, dtype=torch.int64) if total is None else total
 
+    def of_rows(self, x: Tensor) -> Tensor:
+        """A checksum of each row of a plain tensor ``x [rows, n]``: int64 ``[rows]``. One word is one element."""
+        factors = self._factors_on(x.device)[0, : x.shape[1]]
+        # The words of a chunk take as much memory as the words of a chunk of a whole tensor.
+        chunks = x.detach().split(max(1, CHUNK_BYTES // _WORD // max(1, x.shape[1])))
+        return torch.cat([(_bits(chunk.contiguous()).long() * factors).sum(1) for chunk in chunks])
+
     def _of_plain(self, x: Tensor) -> Tensor:
         data = x.detach().contiguous().reshape(-1).view(torch.uint8)
         factors = self._factors_on(x.device)

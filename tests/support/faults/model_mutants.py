@@ -6,8 +6,8 @@ _MADE = ("tests/layers/stored/test_quantized_init.py",)
 FAULTS = (
     (
         "tritonfp8/layers/stored/replace.py",
-        "return replacing(parameter, _stored(",
-        "return replacing(before, _stored(",
+        "return replacing(parameter, stored_as_layer(",
+        "return replacing(before, stored_as_layer(",
         "a stored weight loses the mark of a loader, which then initializes it again",
         _LOADERS,
     ),

@@ -23,6 +23,7 @@ from tritonfp8.layers.stored.replace import (
     is_stored,
     restore_plain,
     store_weights,
+    stored_as_layer,
     taken,
     weight_bytes,
 )

@@ -46,7 +46,7 @@ def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
             for key in names_of_weights(layer):
                 weight = layer._parameters[key]
                 requires_grad = weight.requires_grad and not freeze
-                _put(layer, key, _stored(layer, key, weight, layer.recipe.output.rhs), requires_grad)
+                _put(layer, key, stored_as_layer(layer, key, weight, layer.recipe.output.rhs), requires_grad)
                 # Nothing else may hold the weight in high precision while the next one is quantized.
                 del weight
         except Exception as error:
@@ -65,7 +65,7 @@ def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
         done.append(layer)
 
 
-def _stored(layer: Any, name: str, values: Tensor, spec: QuantSpec) -> Tensor:
+def stored_as_layer(layer: Any, name: str, values: Tensor, spec: QuantSpec) -> Tensor:
     """The stored weight of a layer from values, whole or sharded as these are."""
     if is_distributed(values):
         return distributed().store(layer, name, values, spec)
@@ -99,7 +99,7 @@ def taken(layer: Any, name: str, parameter: nn.Parameter) -> nn.Parameter:
         # Loaders make each Parameter require a gradient.
         parameter.requires_grad_(before.requires_grad)
         return parameter
-    return replacing(parameter, _stored(layer, name, parameter.detach(), part.spec), before.requires_grad)
+    return replacing(parameter, stored_as_layer(layer, name, parameter.detach(), part.spec), before.requires_grad)
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def _in_high_precision(layer: Any) -> Iterator[None]:
             layer._parameters[name] = weight
     with torch.no_grad():
         for name, weight in stored.items():
-            weight.copy_(_stored(layer, name, values[name], spec_of_weight(weight)))
+            weight.copy_(stored_as_layer(layer, name, values[name], spec_of_weight(weight)))
 
 
 def _write_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -172,7 +172,7 @@ def _read_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Mappi
             # torch says what is wrong.
             continue
         if metadata.get("assign_to_params_buffers") or is_distributed(before):
-            weight = _stored(layer, name, found.to(before.dtype), spec_of_weight(before))
+            weight = stored_as_layer(layer, name, found.to(before.dtype), spec_of_weight(before))
             state[prefix + name] = replacing(found, weight, before.requires_grad)
 
 
