@@ -48,6 +48,8 @@ _NO_SCALES_OF_ROWS = "no: `ValueError`", "tests/conversion/test_invariant.py::te
 _NOT_INVARIANT = dict.fromkeys(("bf16", "tensorwise"), _NO_SCALES_OF_ROWS)
 
 _NOT_STORED = {"bf16": ("no: `ValueError`", f"{_STORED}stored.py::test_a_recipe_without_a_quantized_weight_is_refused")}
+_GENERATES = "tests/rollout/test_generator.py::test_a"
+_NO_ROLLOUT = dict.fromkeys(("bf16", "tensorwise"), ("no: `ValueError`", f"{_GENERATES}_recipe_that_has_no_rollout"))
 _SAME_CODE = "Same code."
 _NOT_GATHERED = "Weights of `bf16` are not gathered in 8 bits."
 _NO_CODES = "Layers of `bf16` are exported in 8 bits if a filter names them."
@@ -112,6 +114,11 @@ ONE_PROCESS = (
     ),
     Column("save_pretrained and from_pretrained", (_SAVED,), known=_CHECKPOINT),
     Column("export in 8 bits, and load", (_EXPORT,), known=_NO_CODES),
+    Column(
+        "Rollout: generate with the trainer's codes",
+        (f"{_GENERATES}fter_each_step_a_rollout_has_the_codes_and_logits_of_the_trainer",),
+        otherwise=_NO_ROLLOUT,
+    ),
     Column(
         "CPU offload of accelerate",
         (_ACCELERATE_HOOKS,),

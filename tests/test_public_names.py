@@ -32,7 +32,9 @@ NAMES = {
         "CHECKPOINT_FORMATS", "CheckpointFormat", "ExportReport", "ExportedLayer", "LoadReport", "LoadedLayer", "load",
         "TensorStream", "load_tensors", "plan", "save", "tensors",
     ),
-    "tritonfp8.rollout": ("ENGINE_NAMES", "EngineName", "Receiver", "send"),
+    "tritonfp8.rollout": (
+        "Checked", "ENGINE_NAMES", "EngineName", "Generated", "Receiver", "Rollout", "check", "log_probs", "send",
+    ),
     "tritonfp8.distributed": (
         "Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput", "count_collective_bytes",
         "enable_float8_all_gather", "scales", "shard_experts", "sharded_linear", "token_counts",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import rollout_models
 import snippet_checks as checks
 import torch
 import vision_checks
@@ -132,9 +133,6 @@ def check_mapping(names):
     assert set(names["found"].errors) == set(tritonfp8.recipes.load("recipes.toml")) == {"gate", "up", "down"}
     os.chdir(names["before"])
     assert recipes_of(names["model"]) == {"tensorwise"}
-
-
-# Snippets for two ranks.
 
 
 def tiny_llama(mesh):
@@ -369,6 +367,7 @@ CASES = {
     "rollout.md-1": Case(checks.an_engine, checks.check_engine),
     "health.md-0": Case(watched, check_watched, ranks=False),
     "health.md-1": Case(lambda mesh: in_an_empty_folder(mesh) | {"x": torch.randn(64, HIDDEN)}, check_mapping, False),
+    "reinforcement.md-0": Case(rollout_models.given, rollout_models.check_trained, ranks=False),
     "transformers.md-0": Case(trainer, check_trainer, ranks=False),
     "transformers.md-1": Case(accelerated, check_fsdp),
     "verify.md-0": Case(verified, checks.check_verified, ranks=False),
