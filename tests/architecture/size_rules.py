@@ -66,7 +66,7 @@ ROOM_LINES = {
     "functional": 380,
     "conversion": 1840,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 2725,  # load_tensors: an export into a model that generates; the headers of a stream, and its check
-    "rollout": 1600,  # weights for engines; a generator that shares codes, and what differs by modules
+    "rollout": 1640,  # weights for engines; a generator that shares codes, and what differs by modules
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
     "workflow": 3490,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -46,7 +48,11 @@ def second_model(model: nn.Module) -> Any:
     for x in model.parameters():
         if is_distributed(x):
             memo[id(x)] = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), False)
+    # Forwards that other programs replaced: bound to a module, or calling the forward from before, which is.
+    functions: list[tuple[Any, str, Any]] = []
     for found in made.values():
+        if isinstance(found, ParameterHooks):
+            found.drop_hooks()
         for name, value in list(vars(found).items()):
             # What FSDP2 keeps in a module; by the last two, ranks would wait for each other at every token.
             if name.startswith(("__composable_api", "_is_fsdp_managed", "_fsdp_")):
@@ -54,16 +60,45 @@ def second_model(model: nn.Module) -> Any:
             elif name.endswith("_hooks"):
                 kept = ((key, hook) for key, hook in value.items() if not _is_of_trainer(hook))
                 found.__dict__[name] = type(value)(kept)
-            # A forward that other programs replaced is bound to its module.
-            elif isinstance(value, MethodType) and value.__self__ in made:
-                found.__dict__[name] = MethodType(value.__func__, made[value.__self__])
-        if isinstance(found, ParameterHooks):
-            found.drop_hooks()
+            elif isinstance(value, MethodType | FunctionType | functools.partial):
+                functions.append((found, name, found.__dict__.pop(name)))
     unshare_inputs(stand_in)
     second = copy.deepcopy(stand_in, memo)
+    copies = {module: memo[id(found)] for module, found in made.items()}
+    for found, name, value in functions:
+        memo[id(found)].__dict__[name] = _rebound(value, copies, {})
     layers = [layer for layer in converted(second).values() if is_converted(layer)]
     share_inputs(second, layers, layers)
     return second.eval()
+
+
+def _rebound(value: Any, made: Mapping[nn.Module, Any], memo: dict[int, Any]) -> Any:
+    """A function, with modules of the second model in the places of modules that it is bound to or closes over."""
+    if isinstance(value, nn.Module):
+        return made.get(value, value)
+    if isinstance(value, MethodType):
+        return MethodType(_rebound(value.__func__, made, memo), _rebound(value.__self__, made, memo))
+    if isinstance(value, functools.partial):
+        func, *args = (_rebound(x, made, memo) for x in (value.func, *value.args))
+        return functools.partial(func, *args, **{key: _rebound(x, made, memo) for key, x in value.keywords.items()})
+    if not isinstance(value, FunctionType) or value.__closure__ is None:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    cells = tuple(CellType() for _ in value.__closure__)
+    found = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    functools.update_wrapper(found, value)
+    found.__kwdefaults__ = value.__kwdefaults__
+    # Before its cells: it may call itself.
+    memo[id(value)], changes = found, False
+    for cell, before in zip(cells, value.__closure__, strict=True):
+        # A cell of a name that has no value yet is empty.
+        with contextlib.suppress(ValueError):
+            cell.cell_contents = _rebound(before.cell_contents, made, memo)
+            changes |= cell.cell_contents is not before.cell_contents
+    if not changes:
+        memo[id(value)] = value
+    return memo[id(value)]
 
 
 def _is_of_trainer(hook: Any) -> bool:
@@ -165,7 +200,7 @@ def own_weights(model: nn.Module, second: Any, outer: nn.Module) -> list[OwnWeig
 
 def _to_store(second: Any) -> dict[str, Any]:
     """The layers whose weights become codes."""
-    layers = {name: m for name, m in converted(second).items() if not is_stored(m)}
+    layers = {name: m for name, m in converted(second).items() if not is_stored(m) and m.recipe.output.quantized}
     layers = {name: m for name, m in layers.items() if why_experts_stay(m, True) is None}
     rounded = [name for name, layer in layers.items() if recipe_of_storage(layer.recipe) != layer.recipe]
     if rounded:
