@@ -48,8 +48,8 @@ _NO_SCALES_OF_ROWS = "no: `ValueError`", "tests/conversion/test_invariant.py::te
 _NOT_INVARIANT = dict.fromkeys(("bf16", "tensorwise"), _NO_SCALES_OF_ROWS)
 
 _NOT_STORED = {"bf16": ("no: `ValueError`", f"{_STORED}stored.py::test_a_recipe_without_a_quantized_weight_is_refused")}
-_GENERATES = "tests/rollout/test_generator.py::test_a"
-_NO_ROLLOUT = dict.fromkeys(("bf16", "tensorwise"), ("no: `ValueError`", f"{_GENERATES}_recipe_that_has_no_rollout"))
+_GENERATES = "tests/rollout/test_generator.py::test_"
+_NO_ROLLOUT = {"tensorwise": ("no: `ValueError`", f"{_GENERATES}a_recipe_that_has_no_rollout")}
 _SAME_CODE = "Same code."
 _NOT_GATHERED = "Weights of `bf16` are not gathered in 8 bits."
 _NO_CODES = "Layers of `bf16` are exported in 8 bits if a filter names them."
@@ -116,7 +116,10 @@ ONE_PROCESS = (
     Column("export in 8 bits, and load", (_EXPORT,), known=_NO_CODES),
     Column(
         "Rollout: generate with the trainer's codes",
-        (f"{_GENERATES}fter_each_step_a_rollout_has_the_codes_and_logits_of_the_trainer",),
+        (
+            f"{_GENERATES}after_each_step_a_rollout_has_the_codes_and_logits_of_the_trainer",
+            f"{_GENERATES}layers_of_a_recipe_in_high_precision_are_shared",
+        ),
         otherwise=_NO_ROLLOUT,
     ),
     Column(
