@@ -2,6 +2,7 @@
 
 import functools
 
+import peft
 import pytest
 import torch
 from rollout_models import IDS, generate, trainer
@@ -73,3 +74,16 @@ def test_the_head_that_trl_adds_to_a_trainer_is_the_generators_in_a_rollout():
     assert ran == []
     scored = log_probs(model, found.sequences, found.attention_mask, 6)
     torch.testing.assert_close(scored, found.log_probs, atol=0.1, rtol=0)
+
+
+def test_a_trainer_with_gradient_checkpointing_and_inputs_that_need_gradients():
+    """As adapters of peft train: transformers keeps a list of its hooks in the model."""
+    model = peft.get_peft_model(trainer(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    rollout = Rollout(model)
+    found = generate(rollout)
+    scored = log_probs(model.train(), found.sequences, found.attention_mask, 6)
+    torch.testing.assert_close(scored, found.log_probs, atol=0.1, rtol=0)
+    scored.sum().backward()
+    assert all(x.grad is not None for name, x in model.named_parameters() if "lora" in name)

@@ -57,7 +57,7 @@ def second_model(model: nn.Module) -> Any:
             # What FSDP2 keeps in a module; by the last two, ranks would wait for each other at every token.
             if name.startswith(("__composable_api", "_is_fsdp_managed", "_fsdp_")):
                 del found.__dict__[name]
-            elif name.endswith("_hooks"):
+            elif name.endswith("_hooks") and isinstance(value, dict):
                 kept = ((key, hook) for key, hook in value.items() if not _is_of_trainer(hook))
                 found.__dict__[name] = type(value)(kept)
             elif isinstance(value, MethodType | FunctionType | functools.partial):

@@ -136,7 +136,7 @@ def engine_of(kind, format, ranks=1, rank=0, expert_ranks=1, dtype=torch.bfloat1
 
 
 def _others(kind):
-    """Shapes of the tensors that every rank has, and the dtype of those that keep theirs."""
+    """Shapes of the tensors that every rank has, and the dtypes of tensors that keep theirs."""
     sizes, found = FAMILIES[kind][1], {"model.norm.weight": ((FAMILIES[kind][1]["hidden_size"],), None)}
     for at in range(sizes["num_hidden_layers"]):
         layer, hidden = f"model.layers.{at}", (sizes["hidden_size"],)
