@@ -56,7 +56,7 @@ class Receiver:
         ignore: patterns of names that have no partner: of the stream they are left out, of the engine left as they are.
 
     Raises:
-        ValueError: an unknown format, a rank that is not below ``size``, or experts that are none.
+        ValueError: an unknown format, a rank that is not below ``size``, or ``experts`` that are no numbers of experts.
         TypeError: an argument of another type.
     """
 

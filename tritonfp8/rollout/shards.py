@@ -115,7 +115,7 @@ def _experts(shape: Sequence[int], count: int, shard: EngineRank) -> tuple[int, 
 
 
 def _spans(local: int, sizes: Sequence[int], shard: EngineRank, row: EngineName | None) -> list[Span]:
-    """What a rank, which has ``local`` indices of a dim, has of parts of these sizes; empty if they do not fit."""
+    """The spans that a rank has in parts of these sizes, ``local`` indices together; empty if they do not fit."""
     total = sum(sizes)
     if local == total:
         return [(0, size) for size in sizes]
