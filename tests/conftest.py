@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections import Counter
 
 # One thread in each worker: BLAS adds in another order on more, so that bits would depend on the number of workers.
@@ -99,6 +100,14 @@ def ranks(request):
     processes = Processes(getattr(request.module, "PROCESSES", 4))
     yield processes
     processes.stop()
+
+
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C as in a terminal: programs that a shell runs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.multiprocessing
-from checkpoints import EXPERTS, WHOLE, files_of, model_of
+from checkpoints import EXPERTS, WHOLE, are_equal, files_of, model_of
 from checkpoints import FORMATS as ALL_FORMATS
 from torch import nn
 
@@ -137,10 +137,6 @@ def bits_of(model):
     return {name: x.contiguous().view(torch.uint8).clone() for name, x in tensors_inside(model).items()}
 
 
-def same(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in found.items())
-
-
 def stream(model, recipe="rowwise"):
     return tritonfp8.export.tensors(model, FORMATS[recipe])
 
@@ -205,7 +201,7 @@ def test_an_error_changes_nothing(mistake):
     change(found)
     with pytest.raises(ValueError if mistake != "no tensor" else TypeError, match=message):
         tritonfp8.export.load_tensors(copy, found, "compressed_channel")
-    assert same(bits_of(copy), before)
+    assert are_equal(bits_of(copy), before)
 
 
 def test_a_format_of_other_blocks_and_a_name_that_comes_twice_change_nothing():
@@ -218,7 +214,7 @@ def test_a_format_of_other_blocks_and_a_name_that_comes_twice_change_nothing():
     ):
         with pytest.raises(ValueError, match=message):
             tritonfp8.export.load_tensors(copy, tensors, format)
-    assert same(bits_of(copy), before)
+    assert are_equal(bits_of(copy), before)
 
 
 def test_a_stream_that_breaks_off_changes_nothing():
@@ -232,15 +228,7 @@ def test_a_stream_that_breaks_off_changes_nothing():
     before = bits_of(copy)
     with pytest.raises(ConnectionResetError, match="the trainer is gone"):
         tritonfp8.export.load_tensors(copy, broken(), "compressed_channel")
-    assert same(bits_of(copy), before)
-
-
-@pytest.fixture
-def ctrl_c():
-    """Ctrl-C as in a terminal: programs that a shell runs in the background ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    assert are_equal(bits_of(copy), before)
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -260,7 +248,7 @@ def test_ctrl_c_leaves_the_new_weights(monkeypatch, at):
     with pytest.raises(KeyboardInterrupt):
         tritonfp8.export.load_tensors(copy, stream(trainer), "compressed_channel")
     assert len(calls) > at
-    assert same(bits_of(copy), bits_of(expected))
+    assert are_equal(bits_of(copy), bits_of(expected))
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -289,7 +277,7 @@ def test_tensors_of_another_process():
     process.join()
     assert process.exitcode == 0
     tritonfp8.export.load_tensors(expected, stream(trainer_of("rowwise")), "compressed_channel")
-    assert same(bits_of(copy), bits_of(expected))
+    assert are_equal(bits_of(copy), bits_of(expected))
 
 
 def test_a_model_with_values_and_a_model_on_the_meta_device():

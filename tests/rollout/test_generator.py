@@ -5,6 +5,7 @@ import signal
 import peft
 import pytest
 import torch
+from checkpoints import are_equal
 from rollout_models import (
     FAMILIES,
     IDS,
@@ -16,7 +17,6 @@ from rollout_models import (
     exact_trainer,
     generate,
     plain,
-    same,
     step,
     trainer,
 )
@@ -105,7 +105,7 @@ def test_float32_weights_are_rounded_as_autocast_rounds_them(recipe):
     # Without autocast a layer quantizes float32.
     exact = Rollout(model)
     assert torch.equal(logits(exact.model), logits(model))
-    assert not same(bits_of(exact), bits_of(rollout))
+    assert not are_equal(bits_of(exact), bits_of(rollout))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -243,14 +243,6 @@ def test_another_model_needs_another_rollout(change):
             call()
 
 
-@pytest.fixture
-def ctrl_c():
-    """Ctrl-C as in a terminal: programs that a shell runs in the background ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(("place", "is_new"), [("read", False), ("write", True)])
 def test_ctrl_c_leaves_the_old_or_the_new_weights(monkeypatch, place, is_new):
@@ -270,7 +262,7 @@ def test_ctrl_c_leaves_the_old_or_the_new_weights(monkeypatch, place, is_new):
     with pytest.raises(KeyboardInterrupt):
         rollout.refresh()
     monkeypatch.undo()
-    assert same(bits_of(rollout), bits_of(Rollout(model)) if is_new else before)
+    assert are_equal(bits_of(rollout), bits_of(Rollout(model)) if is_new else before)
     assert len(rollout.changed()) == (0 if is_new else 14)
 
 

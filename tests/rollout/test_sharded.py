@@ -3,6 +3,7 @@
 import peft
 import pytest
 import torch
+from checkpoints import are_equal
 from raised import raised
 from rollout_models import (
     IDS,
@@ -13,7 +14,6 @@ from rollout_models import (
     bits_of,
     exact_trainer,
     plain,
-    same,
     step,
     trainer,
 )
@@ -60,7 +60,7 @@ def trains(mesh, recipe, kind, gathers):
         expected = Rollout(whole_copy(model, recipe, kind))
         codes = bits_of(expected)
         assert codes
-        assert same({name: x for name, x in bits_of(rollout).items() if name in codes}, codes)
+        assert are_equal({name: x for name, x in bits_of(rollout).items() if name in codes}, codes)
         others = dict(expected.model.named_parameters())
         assert all(torch.equal(x, others[n]) for n, x in rollout.model.named_parameters() if x.ndim == 1)
         found = check(model, rollout, IDS, MASK, **OPTIONS)
@@ -94,7 +94,7 @@ def stored(mesh):
     with pytest.raises(RuntimeError, match="weights changed since refresh"):
         rollout.generate(IDS, **OPTIONS)
     rollout.refresh()
-    assert not same(bits_of(rollout), before)
+    assert not are_equal(bits_of(rollout), before)
     with torch.no_grad():
         assert torch.equal(rollout.model(IDS).logits, model(IDS).logits)
 

@@ -195,14 +195,6 @@ def test_ignore_is_for_names_without_a_partner():
         Receiver(engine, FORMAT, ignore=[*ignore, "*_scale"]).load(found)
 
 
-@pytest.fixture
-def ctrl_c():
-    """Ctrl-C as in a terminal: programs that a shell runs in the background ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def interrupted(items, at):
     """These, with Ctrl-C before one of them."""
     for index, item in enumerate(items):

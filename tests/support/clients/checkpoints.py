@@ -165,3 +165,8 @@ def check_error(folder, message, model=None, **options):
         tritonfp8.export.load(model, folder, **options)
     for name, x in model.state_dict().items():
         assert torch.equal(x, before[name]), name
+
+
+def are_equal(found, expected):
+    """Whether two mappings have the same names, and equal tensors."""
+    return found.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in found.items())

@@ -80,10 +80,6 @@ def addresses_of(rollout):
     return [part.data_ptr() for x in found for part in (x._both() if isinstance(x, StoredWeight) else (x,))]
 
 
-def same(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in found.items())
-
-
 def step(model, rate=0.5):
     """A step of SGD on the prompts."""
     model(IDS, labels=IDS).loss.backward()
