@@ -21,6 +21,7 @@ from tritonfp8.conversion.selection import (
     Filter,
     Recipes,
     Selected,
+    converted,
     converted_experts,
     converted_layers,
     select,
@@ -197,7 +198,7 @@ def apply_selection(model: nn.Module, storage: Storage, freeze: bool) -> None:
         share_inputs(model, layers, layers & set(selected.modules.values()))
         record_names(model, {**selected.already, **selected.modules})
         if storage.recipes or freeze:
-            found = _converted(model)
+            found = converted(model)
             for name, recipe in storage.recipes.items():
                 found[name].recipe = recipe
             _stored().store_weights({name: found[name] for name in storage.recipes}, freeze)
@@ -224,7 +225,7 @@ def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionRe
     """
     require_module(model)
     choice = Choice(recipe)
-    layers = _converted(model)
+    layers = converted(model)
     if not layers:
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
     chosen = {name: choice.of(name) for name in layers}
@@ -240,10 +241,6 @@ def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionRe
         {name: recipe for name, recipe in chosen.items() if recipe is not None},
         {name: NO_PATTERN for name, recipe in chosen.items() if recipe is None},
     )
-
-
-def _converted(model: nn.Module) -> dict[str, _Layer | ConvertedExperts]:
-    return {**converted_layers(model), **converted_experts(model)}
 
 
 def _swapped(name: str, layer: _Layer | ConvertedExperts, chosen: Recipe | None) -> Recipe:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from tritonfp8.compat import uninterrupted
 from tritonfp8.conversion import bare, reshard
+from tritonfp8.conversion.selection import converted
 from tritonfp8.layers import stamp
 from tritonfp8.layers.linear import autocast_dtype, require_module
 from tritonfp8.layers.stored import stored_part
 from tritonfp8.rollout.scoring import check_temperature, chosen_log_probs, inside
-from tritonfp8.rollout.sharing import OwnWeight, converted, own_weights, read_all, second_model
+from tritonfp8.rollout.sharing import OwnWeight, own_weights, read_all, second_model
 from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.naming import listed
 

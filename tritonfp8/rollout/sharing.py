@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from tritonfp8.compat import without_fsdp
 from tritonfp8.conversion import share_inputs, unshare_inputs
+from tritonfp8.conversion.selection import converted
 from tritonfp8.layers import ParameterHooks
 from tritonfp8.layers.linear import is_converted, is_distributed, source_of
-from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.layers.stored import (
     StoredMatrices,
     StoredWeight,
@@ -29,11 +29,6 @@ from tritonfp8.layers.stored import (
     why_experts_stay,
 )
 from tritonfp8.specs.naming import listed
-
-
-def converted(model: nn.Module) -> dict[str, Any]:
-    """The linear layers and experts of a model that follow a recipe, by name."""
-    return {name: m for name, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
 
 
 def second_model(model: nn.Module) -> Any:
@@ -214,7 +209,7 @@ def _to_store(second: Any) -> dict[str, Any]:
 
 
 def _gathering(name: str, modules: dict[str, nn.Module], outer: nn.Module) -> Any:
-    """The nearest module at or above ``name`` to which ``fully_shard`` was applied; None if there is none."""
+    """The nearest module at or above ``name`` to which ``fully_shard`` was applied, or None."""
     parts = name.split(".") if name else []
     above = [modules[".".join(parts[:n])] for n in range(len(parts), -1, -1)]
     # By name: torch's FSDP need not be imported.

@@ -15,6 +15,7 @@ from tritonfp8.conversion.selection.roles import CONDITION, Roles
 from tritonfp8.conversion.selection.selected import (
     NO_PATTERN,
     Selected,
+    converted,
     converted_experts,
     converted_layers,
     linears,

@@ -81,6 +81,11 @@ def converted_experts(model: nn.Module) -> dict[str, ConvertedExperts]:
     return {name: module for name, module in model.named_modules() if is_converted_experts(module)}
 
 
+def converted(model: nn.Module) -> dict[str, Converted]:
+    """Both of them, linear layers first."""
+    return {**converted_layers(model), **converted_experts(model)}
+
+
 def sizes_of(layer: Any) -> tuple[int, int]:
     """In and out features of a linear layer; of experts the features outside and inside."""
     if (experts := class_of_experts(layer)) is not None:
@@ -100,7 +105,7 @@ def select(
         TypeError: a chosen layer is torchao's, or an argument of another type.
     """
     choice, selection = Choice(recipe, batch_invariant), Selection(model, filter, tokens)
-    found = Selected({}, {}, {}, {**converted_layers(model), **converted_experts(model)})
+    found = Selected({}, {}, {}, converted(model))
     for name, before in found.already.items():
         if batch_invariant and not before.recipe.output.batch_invariant:
             raise ValueError(

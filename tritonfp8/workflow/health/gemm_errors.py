@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.conversion import swap_recipe
-from tritonfp8.conversion.selection import converted_experts, converted_layers, select
+from tritonfp8.conversion.selection import converted, converted_experts, select
 from tritonfp8.functional import quantize, scaled_matmul
 from tritonfp8.layers.linear import is_conv1d, is_converted, require_module
 from tritonfp8.layers.moe import (
@@ -333,8 +333,8 @@ def _in_high_precision(model: nn.Module, others: Mapping[str, nn.Module]) -> Ite
 
     Of ``others``, which are not converted, experts are in the block: only converted experts have observers.
     """
-    converted = {**converted_layers(model), **converted_experts(model)}
-    recipes = {glob.escape(name): module.recipe for name, module in converted.items()}
+    layers = converted(model)
+    recipes = {glob.escape(name): module.recipe for name, module in layers.items()}
     experts = [module for module in others.values() if computing_class(module) is not None]
     try:
         if recipes:
