@@ -55,14 +55,14 @@ def class_name_violations(modules):
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
     "kernels": 4200,  # transposes that are made from codes, also of several weights and of groups; tiles in turn
-    "compat": 1335,  # whether operations are recorded, which torch 2.11 does not tell; Ctrl-C at the end of a block
+    "compat": 1350,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; Ctrl-C after a block
     "specs": 1100,  # naming, from conversion; which transposes can be made from codes, and which stored codes have
     "recipes": 660,  # transposed_from, a backward that dequantizes, and files of the recipes of layers
-    "reference": 1210,  # transposes that are made from codes
+    "reference": 1380,  # transposes that are made from codes; chains of ops, and how they are recorded
     "tuning": 1520,  # tiles of transposes that are made from codes
-    "launch": 4045,  # transposes that are made from codes, also of several weights and of groups
-    "ops": 1620,  # transpose_codes, and the rewrites of it
-    "layers": 6660,  # operands from codes, a backward that dequantizes, experts of rows that travelled
+    "launch": 4210,  # transposes that are made from codes, also of several weights and of groups; plans of chains
+    "ops": 1770,  # transpose_codes, and the rewrites of it; chains in graphs
+    "layers": 6750,  # chains, operands from codes, a backward that dequantizes, experts of rows that travelled
     "functional": 380,
     "conversion": 1840,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 2725,  # load_tensors: an export into a model that generates; the headers of a stream, and its check
@@ -81,8 +81,8 @@ ROOM_LINES = {
 
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
-# Codes in each mode; health in trainers; advice; diffusion; weights for a copy, and for engines; generators
-TEST_LINES = 51_500
+# Codes in each mode; health in trainers; advice; diffusion; weights for a copy, and for engines; generators; chains
+TEST_LINES = 51_900
 
 
 def room_violations(modules, limits=None):

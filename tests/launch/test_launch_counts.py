@@ -28,6 +28,10 @@ MODEL = "gpt 2 xl layers"
 MOST_LAUNCHES = {"rowwise": 46, "blockwise": 33, "tensorwise": 57, "mxfp8": 57}
 
 
+# Of one block of a diffusion transformer 1152 wide, 8 x 1024 tokens, as above.
+DIFFUSION, MOST_OF_DIFFUSION = "dit 1152 blocks", {"rowwise": 46, "tensorwise": 59, "blockwise": 35}
+
+
 def graphs_of(model, x):
     """The graphs of forward and backward of a compiled ``model``."""
     found = []
@@ -45,7 +49,7 @@ def graphs_of(model, x):
 
 def block_of(name):
     """The model ``name`` of the bench with one block, on the meta device, and its input."""
-    (shape,) = (shape for shape in shapes.select("model", shapes.ALL_MODELS) if shape.name == name)
+    (shape,) = (shape for shape in shapes.select("model", [shapes.ALL]) if shape.name == name)
     one = dataclasses.replace(shape, size=(1, *shape.size[1:]))
     *_, batch, sequence = shape.size
     x = torch.empty(batch, sequence, shape.size[1], dtype=torch.bfloat16, device="meta")
@@ -96,3 +100,33 @@ def test_a_block_of_gpt_2_launches_no_more_kernels_than_before(recipe, launched)
     # Three GEMMs of each of the four layers.
     assert sum("matmul" in name for name in launched) == 12
     assert len(launched) <= MOST_LAUNCHES[recipe], sorted(launched)
+
+
+@pytest.mark.parametrize("recipe", MOST_OF_DIFFUSION)
+def test_a_block_of_a_diffusion_transformer_calls_us_about_once_a_gemm(recipe, launched):
+    """Ops that follow one another are one call of the host, whatever they launch."""
+    model, x = block_of(DIFFUSION)
+    models.convert(model, recipe)
+    nodes = []
+    for graph in graphs_of(model, x):
+        passes.rewrite(graph.graph)
+        passes.join_chains(graph.graph)
+        nodes += [node for node in graph.graph.nodes if is_launched(node)]
+    for node in nodes:
+        launch(node)
+    gemms = sum("matmul" in name for name in launched)
+    assert gemms == 12
+    assert len(nodes) <= 1.5 * gemms
+    assert len(launched) <= MOST_OF_DIFFUSION[recipe], sorted(launched)
+
+
+def test_a_torch_that_does_not_count_autograd_as_compiling_batches_weights(monkeypatch):
+    """In torch 2.11 ``is_compiling`` is False while AOT autograd traces the layer."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    model, x = block_of(MODEL)
+    tritonfp8.convert(model, "rowwise")
+    graphs = graphs_of(model, x)
+    for graph in graphs:
+        passes.rewrite(graph.graph)
+    names = [str(node.target) for graph in graphs for node in graph.graph.nodes if is_launched(node)]
+    assert "tritonfp8.quantize_weights.default" in names

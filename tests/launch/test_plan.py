@@ -249,7 +249,9 @@ def test_a_plan_is_for_one_kind_of_arguments(launched):
 def test_a_call_without_a_plan_launches_nothing(launched):
     assert call(normal(4, 5), factor=0) is None
     assert launched == ([], [])
-    assert not executor._plans
+    # The next call knows.
+    assert [known.plan for known in executor._plans.values()] == [None]
+    assert call(normal(4, 5), factor=0) is None
 
 
 def test_a_failed_first_call_leaves_no_plan(launched, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 import triton
 from cases import normal
 from op_samples import SAMPLES
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from tritonfp8.compat import torch_private, triton_private
@@ -172,7 +173,8 @@ def test_a_planner_has_the_names_of_the_schema(name):
 
 def test_every_op_whose_launch_only_runs_a_plan_has_a_planner():
     assert set(PLANNABLE) == {
-        "quantize", "quantize_both", "quantize_both_sum", "quantize_with_amax", "dequantize", "transpose",
+        "quantize", "quantize_both", "quantize_both_sum", "quantize_with_amax", "quantize_weights", "dequantize",
+        "transpose", "chain",
         "transpose_codes", "transpose_group_codes", "scaled_matmul", "operand_figures",
         "quantize_groups", "quantize_groups_both", "quantize_matrices", "quantize_matrices_with_amax",
         "scaled_grouped_matmul", "grouped_sum",
@@ -194,7 +196,7 @@ def test_a_site_returns_what_the_op_does(name):
     for op, args in samples:
         site = call_site.call_site(direct._plannable[name], general)
         for _ in range(3):
-            given = [x.cuda() if isinstance(x, torch.Tensor) else x for x in args]
+            given = tree_map_only(torch.Tensor, torch.Tensor.cuda, list(args))
             found, expected = ([x] if isinstance(x, torch.Tensor) else list(x) for x in (site(*given), op(*given)))
             assert_bitwise_equal(found, expected)
     assert 0 < len(samples) <= len(general_calls) < 3 * len(samples)

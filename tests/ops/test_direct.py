@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import cpu_and_cuda
-from op_samples import SAMPLES
+from op_samples import SAMPLES, chain_args
 from torch._dynamo.utils import counters
 from torch._inductor.codegen import custom_extern_kernel_codegen
 from torch._inductor.utils import run_and_get_code
@@ -19,6 +19,7 @@ from tritonfp8 import ops
 from tritonfp8.compat import inductor_private
 from tritonfp8.compat.counting import count_gemms
 from tritonfp8.ops import direct
+from tritonfp8.ops.passes import chains
 from tritonfp8.specs.testing import assert_bitwise_equal
 
 DISPATCHED = re.compile(r"^ *(?:\w+ = )?torch\.ops\.tritonfp8\.(\w+)", re.MULTILINE)
@@ -46,6 +47,12 @@ def compiled(function, *args, dynamic=None, **options):
     with torch._inductor.config.patch(force_disable_caches=True, **options):
         result, code = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=dynamic), *args)
     return result, "\n".join(code)
+
+
+@pytest.fixture(autouse=True)
+def unchained(monkeypatch):
+    """Each op is a call of its own."""
+    monkeypatch.setattr(chains, "MOST_WORK", 0)
 
 
 @pytest.fixture
@@ -222,6 +229,21 @@ def test_profilers_flop_counters_and_counts_see_compiled_gemms():
     assert counter.get_total_flops() == 2 * 40 * 24 * 64
     with count_gemms() as counts:
         function(*operands())
+    assert sum(counts.flops.values()) == 2 * 40 * 24 * 64
+
+
+def test_profilers_flop_counters_and_counts_see_the_ops_of_a_chain():
+    x, others, text = chain_args(*operands())
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        direct.CALLS.chain(x, others, text)
+    keys = {event.key for event in seen.key_averages()}
+    assert {"tritonfp8::quantize", "tritonfp8::scaled_matmul"} <= keys
+    assert "tritonfp8::chain" not in keys
+    with FlopCounterMode(display=False) as counter:
+        direct.CALLS.chain(x, others, text)
+    assert counter.get_total_flops() == 2 * 40 * 24 * 64
+    with count_gemms() as counts:
+        direct.CALLS.chain(x, others, text)
     assert sum(counts.flops.values()) == 2 * 40 * 24 * 64
 
 

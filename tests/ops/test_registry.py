@@ -137,7 +137,7 @@ def test_schema(name):
     # A dtype is an int, too.
     plain = {"Tensor", "str", "int"}
     allowed = plain | {f"Optional[{kind}]" for kind in plain} | {"List[int]", "bool", "float"}
-    allowed |= {"List[Tensor]"} if name in (*WRITTEN, "quantize_weights") else set()
+    allowed |= {"List[Tensor]"} if name in (*WRITTEN, "quantize_weights", "chain") else set()
     assert {str(argument.type) for argument in schema.arguments} <= allowed
     written = [argument.name for argument in schema.arguments if argument.is_write]
     assert written == WRITTEN.get(name, [])

@@ -31,6 +31,17 @@ def matmul_args(pair, device, bias=False, residual=False, activation=None, out_d
     )
 
 
+def chain_args(x, weight, spec=ROW):
+    """The GEMM of two matrices that are cast, and the codes and scale of the first one."""
+    x_, w, q, s, q_w, s_w = map(reference.TensorPlace, range(6))
+    steps = (
+        reference.ChainStep("quantize", (x_, *spec.args)),
+        reference.ChainStep("quantize", (w, *spec.args)),
+        reference.ChainStep("scaled_matmul", (q, s, *spec.args, q_w, s_w, *spec.args)),
+    )
+    return x, [weight], reference.Chain(steps, (6, 2, 3)).text
+
+
 def samples(device):
     """``(op, args)``: every op, every block shape, both orientations, several ranks and layouts."""
     x = banded(130, 70, dtype=torch.bfloat16).to(device)
@@ -58,6 +69,7 @@ def samples(device):
     yield ops.transpose_codes, (*codes, *ROW.args, *ROW.args, amax)
     yield ops.quantize_weights, (x, [x[:40].contiguous()], *ROW.args, [])
     yield ops.quantize_weights, (x, [x[:40].contiguous()], *ROW.args, [codes[1], codes[1][:40]], *ROW.args)
+    yield ops.chain, chain_args(x, x[:40].contiguous())
     for part in (x, x.t(), x[:0], x[::2, 1:]):
         # No NaN: opcheck's comparison treats NaN as a difference.
         yield ops.transpose, (part.clamp(-448, 448).to(torch.float8_e4m3fn),)

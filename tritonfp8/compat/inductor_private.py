@@ -112,6 +112,16 @@ def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
     return True
 
 
+def is_called_directly(name: str) -> bool:
+    """Whether code that Inductor writes now calls another function in place of an op, by :func:`call_directly`."""
+    try:
+        from torch._inductor import config
+        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN
+    except ImportError:
+        return False
+    return name in CUSTOM_EXTERN_KERNEL_CODEGEN and not config.cpp_wrapper
+
+
 class _Rewrite(NamedTuple):
     """A function that rewrites graphs, as an entry of Inductor's table of passes."""
 
@@ -139,9 +149,8 @@ def rewrite_graphs(rewrite: Callable[[Any], int]) -> bool:
 
 def has_fixed_layouts(node: Any) -> bool:
     """Whether every tensor that the call gets has sizes and strides that are numbers, not symbols."""
-    if any(isinstance(x, list | tuple) for x in node.inputs):
-        return False
-    sizes = itertools.chain.from_iterable((*x.get_size(), *x.get_stride()) for x in node.inputs)
+    tensors = [x for each in node.inputs for x in (each if isinstance(each, list | tuple) else [each])]
+    sizes = itertools.chain.from_iterable((*x.get_size(), *x.get_stride()) for x in tensors)
     return all(isinstance(size, int) or size.is_Integer for size in sizes)
 
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tritonfp8.launch import casts, figures, gemms, optimizer, rows, shards
+from tritonfp8.launch import casts, chains, figures, gemms, optimizer, rows, shards
 from tritonfp8.launch.casts import MOST_WEIGHTS
+from tritonfp8.launch.chains import may_chain
 from tritonfp8.launch.executor import generation, repeat_of
 from tritonfp8.launch.gemms import grouped_product_kind, has_tma_layout, product_kind
-from tritonfp8.launch.launcher import Plannable
+from tritonfp8.launch.launcher import Plannable, flat
 from tritonfp8.launch.plan import ALIGNMENT
 
 LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -30,6 +31,7 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
             casts.transpose,
             casts.transpose_codes,
             casts.transpose_group_codes,
+            chains.chain,
             figures.operand_figures,
             gemms.scaled_matmul,
             rows.dots_of_rows,

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tritonfp8.compat import hardware, torch_private, triton_private
 from tritonfp8.compat.triton_private import Address, DescribedAddress, RawCall, launches_are_watched
 from tritonfp8.launch.kernel_cache import MAX_ENTRIES, run
-from tritonfp8.launch.plan import ALIGNMENT, Buffer, Plan, PlanFunction, TensorMap, View, make_plan
+from tritonfp8.launch.plan import ALIGNMENT, Buffer, Plan, PlanFunction, TensorMap, View, make_plan, workspace
 from tritonfp8.tuning import on_change
 
 Results = tuple[Tensor, ...]
@@ -29,9 +29,9 @@ _Repeat = Callable[[list[Any]], Results]
 
 
 class _Known(NamedTuple):
-    """A plan, and what repeats it; None if only Triton can launch its kernels."""
+    """A plan, and what repeats it; None if only Triton can launch its kernels. No plan if the call has none."""
 
-    plan: Plan
+    plan: Plan | None
     repeat: _Repeat | None
 
 
@@ -112,19 +112,24 @@ def _planned_slowly(
     options: tuple[object, ...],
 ) -> Results | None:
     if found is not None:
-        return _results(found.plan, _run(found.plan, tensors)[0])
+        return None if found.plan is None else _results(found.plan, _run(found.plan, tensors)[0])
     first = tensors[0]
     assert first is not None
     views = [None if x is None else View.of(x, slot) for slot, x in enumerate(tensors)]
     plan = make_plan(function, views, options, hardware.abilities(first.device))
     if plan is None:
+        _keep(key, _Known(None, None))
         return None
     slots, compiled = _run(plan, tensors)
     if not triton_private.INTERPRETING:
-        if len(_plans) >= MAX_ENTRIES:
-            _plans.clear()
-        _plans[key] = _Known(plan, _repeat_or_warn(plan, slots, compiled))
+        _keep(key, _Known(plan, _repeat_or_warn(plan, slots, compiled)))
     return _results(plan, slots)
+
+
+def _keep(key: tuple[object, ...], known: _Known) -> None:
+    if len(_plans) >= MAX_ENTRIES:
+        _plans.clear()
+    _plans[key] = known
 
 
 def _results(plan: Plan, slots: Sequence[Tensor | None]) -> Results:
@@ -225,16 +230,25 @@ def _repeat_of(plan: Plan, slots: Sequence[Tensor | None], compiled: Sequence[An
         )
         for launch, kernel in zip(plan.launches, compiled, strict=True)
     ]
-    buffers, zeroed = plan.buffers, [i for i, buffer in enumerate(plan.buffers) if buffer.zeroed]
-    layouts = [buffer[:3] for buffer in buffers]
-    launch_all = triton_private.raw_launches(plan.inputs + len(buffers), calls)
-    outputs = [_output(plan, view) for view in plan.outputs]
-    # The usual case: the first buffers are returned as they are.
+    offsets, size = workspace(plan)
+    # Buffers with a tensor of their own, in the order of the plan; the other ones are parts of one block.
+    own = [i for i, buffer in enumerate(plan.buffers) if i not in offsets]
+    places = [(None, offsets[i]) if i in offsets else (each[:3], 0) for i, each in enumerate(plan.buffers)]
+    zeroed = [index for index, i in enumerate(own) if plan.buffers[i].zeroed]
+    launch_all = triton_private.raw_launches(plan.inputs + len(plan.buffers), calls)
+    outputs = [(own.index(i), view) for i, view in (_output(plan, view) for view in plan.outputs)]
+    # The usual case: these tensors are returned as they are.
     first = len(outputs) if outputs == [(i, None) for i in range(len(outputs))] else None
 
     def repeat(addresses: list[Any]) -> Results:
         tensors = []
-        for layout in layouts:
+        # Kept until the launches: then later work of this stream may take the memory.
+        block = allocate((size,), (1,), torch.uint8) if size else None
+        start = 0 if block is None else block.data_ptr()
+        for layout, offset in places:
+            if layout is None:
+                addresses.append(start + offset)
+                continue
             tensor = allocate(*layout)
             tensors.append(tensor)
             addresses.append(tensor.data_ptr())

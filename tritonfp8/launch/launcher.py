@@ -26,7 +26,8 @@ class Plannable(NamedTuple):
             name that it has in the op.
         parameters: names of the arguments of the op, in order.
         defaults: values of the last of these, which a call may leave out.
-        tensors, options: names of the parameters of the planner. One that the op lacks is None in its calls.
+        tensors, options: names of the parameters of the planner. One that the op lacks is None in its calls. A tensor
+            may be a list of them, which the planner gets one by one.
         is_one: whether the op returns one tensor, which its plan returns as a tuple of one.
     """
 
@@ -48,6 +49,14 @@ class Plannable(NamedTuple):
         is_one = signature.return_annotation in (Tensor, "Tensor")
         return cls(planner, tuple(signature.parameters), defaults, tensors, options, is_one)
 
+    @classmethod
+    def of_lists(cls, planner: PlanFunction, like: Callable[..., Any]) -> Plannable:
+        """For an op of lists of tensors: the planner gets all tensors, then the other arguments of ``like``."""
+        known = cls.of(planner, like)
+        parameters = inspect.signature(like).parameters
+        tensors = tuple(name for name, p in parameters.items() if "Tensor" in str(p.annotation))
+        return known._replace(tensors=tensors, options=tuple(name for name in parameters if name not in tensors))
+
     def completed(self, args: tuple[Any, ...], named: Mapping[str, Any] = MappingProxyType({})) -> tuple[Any, ...]:
         """The arguments of a call, optional ones perhaps by name, and the defaults of those that it leaves out."""
         missing = len(self.parameters) - len(args)
@@ -56,12 +65,29 @@ class Plannable(NamedTuple):
             values[self.parameters.index(name)] = value
         return tuple(values)
 
-    def pick(self, names: Sequence[str]) -> Pick:
-        """A function that takes the arguments of these names from all arguments of a call."""
+    def pick(self, names: Sequence[str], has_lists: bool = False) -> Pick:
+        """A function that takes the arguments of these names from all arguments of a call; lists one by one."""
         places = [self.parameters.index(name) for name in names]
+        if has_lists:
+            return lambda args: tuple(flat([args[place] for place in places]))
         if len(places) > 1:
             return operator.itemgetter(*places)
         return lambda args: tuple([args[place] for place in places])
+
+
+def flat(values: Sequence[Any]) -> list[Any]:
+    """``values``, with the elements of a list in its place; a view is a tuple, and no list."""
+    return [x for value in values for x in (value if type(value) in (list, tuple) else (value,))]
+
+
+def lists_served_by(planner: PlanFunction, like: Callable[..., Any]) -> Callable[[Function], Function]:
+    """As :func:`served_by`, for an op of lists of tensors; see :meth:`Plannable.of_lists`."""
+
+    def mark(function: Function) -> Function:
+        function.plannable = Plannable.of_lists(planner, like)
+        return function
+
+    return mark
 
 
 def served_by(planner: PlanFunction, like: Callable[..., Any]) -> Callable[[Function], Function]:

@@ -23,6 +23,8 @@ from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 ALIGNMENT = 16
 MAX_OFFSET = 2**31
 TMA_ALIGNMENT = 16
+# As torch's allocator aligns.
+BUFFER_ALIGNMENT = 512
 MAX_TMA_STRIDE = 2**40
 
 
@@ -151,6 +153,14 @@ class Buffer(NamedTuple):
     dtype: torch.dtype
     zeroed: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """From the first byte to behind the last."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
 
 class Launch(NamedTuple):
     """One launch; see :func:`tritonfp8.launch.kernel_cache.run` for the fields."""
@@ -177,6 +187,39 @@ class Plan(NamedTuple):
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
     outputs: tuple[View, ...]
+
+
+def workspace(plan: Plan) -> tuple[dict[int, int], int]:
+    """Where buffers that a call does not return lie in one block of memory.
+
+    Buffers share bytes if no launch from the first to the last that uses one of them uses the other. A launch may
+    start early, but touches no memory before the previous launch ended.
+
+    Returns:
+        The offset in bytes of each such buffer, by its index; and the bytes of the block.
+    """
+    uses: dict[int, list[int]] = {}
+    for index, launch in enumerate(plan.launches):
+        for pointer in launch.pointers:
+            view = pointer.view if isinstance(pointer, TensorMap) else pointer
+            if view is not None and view.slot >= plan.inputs:
+                uses.setdefault(view.slot - plan.inputs, []).append(index)
+    kept = {view.slot - plan.inputs for view in plan.outputs}
+    offsets: dict[int, int] = {}
+    ends: dict[int, tuple[int, int]] = {}
+    for index in sorted(uses, key=lambda index: uses[index][0]):
+        buffer = plan.buffers[index]
+        if index in kept or buffer.zeroed:
+            continue
+        size = -(-max(1, buffer.nbytes) // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+        busy = sorted((offsets[other], end) for other, (end, last) in ends.items() if last >= uses[index][0])
+        start = 0
+        for other, end in busy:
+            if start + size <= other:
+                break
+            start = max(start, end)
+        offsets[index], ends[index] = start, (start + size, uses[index][-1])
+    return offsets, max((end for end, _ in ends.values()), default=0)
 
 
 class Planner:

@@ -42,7 +42,10 @@ class _NoSecondDerivative(torch.autograd.Function):
 def first_order(compute: Callable[..., tuple[Tensor | None, ...]], *args: Any) -> tuple[Tensor | None, ...]:
     """The gradients that ``compute(*args)`` returns, which raise if they are differentiated again."""
     # Grad mode is on here if the caller asked for create_graph. Compiled graphs refuse create_graph by themselves.
-    differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if not torch.is_grad_enabled():
+        # Host time: to enter no_grad takes as long as a kernel's launch.
+        return compute(*args)
+    differentiable = not torch.compiler.is_compiling()
     with torch.no_grad():
         grads = compute(*args)
     if not differentiable:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tritonfp8.launch import ALIGNMENT
 from tritonfp8.ops import flops, graph_op
 from tritonfp8.ops.batching import each_sample
+from tritonfp8.ops.direct import CALLS
+from tritonfp8.ops.dispatch import chain_of
 from tritonfp8.ops.registry import NAMESPACE, OPS, implement, overload, saved
 from tritonfp8.ops.sharding import Operand, Rule
 from tritonfp8.ops.shards import GridPlace, casts_shards, places_to_read, places_to_write

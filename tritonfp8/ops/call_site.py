@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonfp8.compat import counting, torch_private
 from tritonfp8.compat.triton_private import launches_are_watched
-from tritonfp8.launch import ALIGNMENT, Plannable, generation, repeat_of
+from tritonfp8.launch import ALIGNMENT, Plannable, flat, generation, repeat_of
 
 
 class _Repeat(NamedTuple):
@@ -37,7 +37,9 @@ class _Repeat(NamedTuple):
 def _look_up(plannable: Plannable, args: Sequence[Any]) -> _Repeat | None:
     """What repeats the plan of a call that ran; None if nothing does."""
     values = dict(zip(plannable.parameters, plannable.completed(tuple(args)), strict=True))
-    tensors = [values.get(name) for name in plannable.tensors]
+    found = [values.get(name) for name in plannable.tensors]
+    names = [name for name, x in zip(plannable.tensors, found, strict=True) if x is not None]
+    tensors = flat(found)
     given = [x for x in tensors if x is not None]
     # Addresses are joined from two lists, which serves calls whose last tensors are absent.
     if any(x is None for x in tensors[: len(given)]) or any(x.data_ptr() % ALIGNMENT for x in given):
@@ -46,7 +48,8 @@ def _look_up(plannable: Plannable, args: Sequence[Any]) -> _Repeat | None:
     if run is None:
         return None
     absent = [None] * (len(tensors) - len(given))
-    return _Repeat(run, plannable.pick(plannable.tensors[: len(given)]), absent, generation[0], given[0].get_device())
+    pick = plannable.pick(names, any(isinstance(x, list) for x in found))
+    return _Repeat(run, pick, absent, generation[0], given[0].get_device())
 
 
 def call_site(plannable: Plannable, general: Callable[..., Any]) -> Callable[..., Any]:

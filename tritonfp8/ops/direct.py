@@ -46,6 +46,8 @@ _ALIAS = "tritonfp8_calls"
 _SITE_ALIAS = "tritonfp8_site"
 _IMPORT = f"from {__name__} import CALLS as {_ALIAS}, site as {_SITE_ALIAS}"
 
+_CHAIN = "torch.ops.tritonfp8.chain.default"
+
 _plannable: dict[str, Plannable] = {}
 _calls: dict[str, inductor_private.Direct] = {}
 _is_offered = False
@@ -65,6 +67,7 @@ def add(
     cpu: Callable[..., Any],
     cuda: Callable[..., Any],
     plannable: Plannable | None = None,
+    is_seen: bool = True,
 ) -> None:
     """Add the function of an op.
 
@@ -74,8 +77,9 @@ def add(
         cpu: implements it on a CPU.
         cuda: implements it on a GPU.
         plannable: how plans are made of its arguments, if a plan serves all that ``cuda`` does.
+        is_seen: whether a mode or a profiler should see the op; else ``cuda`` serves every call.
     """
-    setattr(CALLS, name, _without_dispatcher(op, cpu, cuda))
+    setattr(CALLS, name, _without_dispatcher(op, cpu, cuda) if is_seen else cuda)
     maker = None
     if plannable is not None:
         _plannable[name] = plannable
@@ -121,6 +125,12 @@ def _sign_graphs() -> None:
         config.cache_key_tag = f"{config.cache_key_tag} {CODE}".strip()
 
 
+def rewrite(graph: Any) -> int:
+    """The rewrites of :mod:`tritonfp8.ops.passes`, in place; how many places changed."""
+    changed = passes.rewrite(graph)
+    return changed + passes.join_chains(graph) if inductor_private.is_called_directly(_CHAIN) else changed
+
+
 def offered(fake: Callable[..., Any]) -> Callable[..., Any]:
     """``fake``, which also signs graphs, and tells Inductor of the functions and of :mod:`tritonfp8.ops.passes`, once.
 
@@ -135,7 +145,7 @@ def offered(fake: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_offered and inductor_private.is_loaded():
             _is_offered = True
             inductor_private.call_directly(_calls, _IMPORT)
-            inductor_private.rewrite_graphs(passes.rewrite)
+            inductor_private.rewrite_graphs(rewrite)
         return fake(*args, **options)
 
     return run

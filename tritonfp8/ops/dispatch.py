@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonfp8 import launch
+from tritonfp8 import launch, reference
 from tritonfp8.compat import counting, hardware, torch_private
 from tritonfp8.compat.counting import listeners
+from tritonfp8.reference import Chain, recorded
 
 
 def on_cuda(
@@ -43,6 +44,26 @@ def on_cuda(
         return out
 
     return run
+
+
+def chained(launcher: Callable[..., Any], ops: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """``launcher`` of chains; where somebody sees ops, and on other devices, ``ops`` one after another."""
+    on_device = on_cuda(launcher, reference.chain)
+    modes, is_profiled = torch_private.dispatch_mode_count, torch_private.is_profiled
+
+    def run(x: Tensor, others: Sequence[Tensor], chain: str) -> Any:
+        if not x.is_cuda or listeners or modes() or is_profiled():
+            return Chain.of(chain).run((x, *others), ops.__getitem__)
+        return on_device(x, others, chain)
+
+    return run
+
+
+def chain_of(function: Callable[..., Any], given: tuple[bool, ...]) -> tuple[str, tuple[bool, ...]] | None:
+    """:func:`tritonfp8.reference.recorded`; None if a call of the function may be no step of a chain."""
+    text, present = recorded(function, given)
+    steps = Chain.of(text).steps
+    return (text, present) if all(launch.may_chain(op, args) for op, args in steps) else None
 
 
 def counted(

@@ -62,6 +62,10 @@ def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str, *args: Any)
     return [tensor for each in (x, *others) for tensor in quantize(each, spec, True)]
 
 
+def chain(x: Tensor, others: Sequence[Tensor], chain: str) -> list[Tensor]:
+    return reference.Chain.of(chain).run((x, *others), globals().__getitem__)
+
+
 def adamw(*args: Any) -> None:
     return None
 

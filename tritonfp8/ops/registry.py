@@ -16,6 +16,7 @@ import torch
 from tritonfp8 import launch, reference
 from tritonfp8.ops import batching, direct, fakes
 from tritonfp8.ops.dispatch import (
+    chained,
     counted,
     grouped_contraction,
     matmul_kind,
@@ -26,6 +27,7 @@ from tritonfp8.ops.sharding import Operand, Rule
 
 NAMESPACE = "tritonfp8"
 _library = torch.library.Library(NAMESPACE, "DEF")
+_overloads: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,12 @@ _SHARDS = {
         "-> ()",
     ),
 }
-# Several weights in one op, of graphs: vmap does not see them.
-_LISTS = {"quantize_weights": Op("(Tensor x, Tensor[] others, str spec, Tensor[] scales, str? codes=None) -> Tensor[]")}
+# Several weights in one op, and several ops in one: below autograd, so vmap does not see them.
+_CHAIN = "chain"
+_LISTS = {
+    "quantize_weights": Op("(Tensor x, Tensor[] others, str spec, Tensor[] scales, str? codes=None) -> Tensor[]"),
+    _CHAIN: Op("(Tensor x, Tensor[] others, str chain) -> Tensor[]"),
+}
 # Weights that are stored in 8 bits, stepped in place.
 _OPTIMIZERS = {
     "adamw_amax": Op(
@@ -276,7 +282,8 @@ def _register() -> None:
         _library.define(name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
         if op.fake is not None:
             torch.library.register_fake(f"{NAMESPACE}::{name}", direct.offered(op.fake), lib=_library)
-        if op.reference is not None:
+        _overloads[name] = overload(name)
+        if op.reference is not None and name != _CHAIN:
             cpu = op.reference if op.kind is None else counted(op.reference, op.kind, op.contraction)
             cuda = cpu if op.launch is None else on_cuda(op.launch, op.reference, op.kind, op.contraction)
             _library.impl(name, cpu, "CPU")
@@ -284,6 +291,11 @@ def _register() -> None:
             direct.add(name, overload(name), cpu, cuda, getattr(op.launch, "plannable", None))
         if name not in {**_SHARDS, **_LISTS, **_OPTIMIZERS}:
             batching.register(f"{NAMESPACE}::{name}", _library)
+    run = chained(launch.LAUNCHES[_CHAIN], _overloads)
+    for device in ("CPU", "CUDA"):
+        _library.impl(_CHAIN, run, device)
+    # Modes and profilers see its steps, not the chain.
+    direct.add(_CHAIN, overload(_CHAIN), run, run, getattr(launch.LAUNCHES[_CHAIN], "plannable", None), is_seen=False)
     for name, cuda in launch.IN_PLACE.items():
         direct.add_in_place(f"{name}_", overload(name), getattr(reference, name), cuda, _GATE_UP)
 

@@ -14,6 +14,7 @@ from tritonfp8.reference.casts import (
     quantize_with_amax,
     transpose,
 )
+from tritonfp8.reference.chains import FUNCTIONS, Chain, ChainStep, TensorPlace, chain, recorded
 from tritonfp8.reference.codes import quantize_groups_both, transpose_codes, transpose_group_codes
 from tritonfp8.reference.figures import FIGURES, operand_figures
 from tritonfp8.reference.gemms import matmul, scaled_matmul

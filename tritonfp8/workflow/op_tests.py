@@ -131,6 +131,8 @@ def _casts() -> Iterator[OpCall]:
     yield OpCall("quantize_weights", (both[0], [both[1]], *ROW.args, []))
     scales = [reference.quantize(each, *ROW.args)[1] for each in both]
     yield OpCall("quantize_weights", (both[0], [both[1]], *ROW.args, scales, *ROW.args))
+    casts = (reference.ChainStep("quantize", (reference.TensorPlace(i), *ROW.args)) for i in range(2))
+    yield OpCall("chain", (both[0], [both[1]], reference.Chain((*casts,), (2, 3, 4, 5)).text))
     yield OpCall("transpose", (reference.quantize(x, *ROW.args)[0],))
     # Of two operands that are quantized by scales which may clip. Without scales, figures are NaN, which equal nothing.
     x, spec = _normal(2, 65, 70), QuantSpec("e4m3", BLOCK_1X32, "e8m0", "floor")

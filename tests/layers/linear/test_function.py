@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from cases import CODES, cpu_and_cuda, named, normal, with_gradients
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import tritonfp8
 from tritonfp8 import QuantSpec, Recipe, ops, recipes
 from tritonfp8.compat.counting import count_gemms
 from tritonfp8.functional import linear
+from tritonfp8.layers.linear import dispatch
 from tritonfp8.recipes import GEMMS, Gemm
 from tritonfp8.specs import BLOCK_1X128, ROWWISE
 from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
@@ -255,3 +257,58 @@ class TestCheckpointing:
             recomputed.backward(grad)
         assert_bitwise_equal([recomputed.detach(), *(t.grad for t in wanted)], expected)
         assert counts.calls.total() == products
+
+
+NEEDS = [(True, True, True), (True, False, False), (False, True, True), (True, True, False), (False, True, False)]
+
+
+@cpu_and_cuda
+@each_recipe
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
+@pytest.mark.parametrize("shares", [False, True])
+def test_small_layers_in_one_call_each_way_have_the_bits_of_calls_of_each_op(monkeypatch, device, name, needs, shares):
+    """On a GPU the third step repeats what the second one repeated at other addresses."""
+
+    def steps():
+        found = []
+        for _ in range(3):
+            x, weight, bias, grad = layer((3, 40, 96), 64, needs=needs, device=device)
+            siblings = tritonfp8.functional.SharedInput.group(2) if shares else [None, None]
+            outs = [linear(x, weight, bias, name, shared_input=each) for each in siblings]
+            wanted = [each for each in (x, weight, bias) if each.requires_grad]
+            found.append([*outs, *with_gradients(outs[0] + outs[1], wanted, grad)])
+        return found
+
+    in_one = []
+    real = ops.CALLS.chain
+    with monkeypatch.context() as patch:
+        patch.setattr(ops.CALLS, "chain", lambda *args: in_one.append(args[2]) or real(*args))
+        found = steps()
+    # Forward and backward of both layers; not of a recipe with GEMMs in high precision. torch sums a bias by itself
+    # where only one of the gradients beside it is wanted.
+    chained = recipes.get(name).quantized_share == 1 and "mx" not in name
+    backward = needs[2] <= all(needs[:2])
+    assert len(in_one) == 3 * 2 * (1 + backward) * chained
+    monkeypatch.setattr(dispatch, "MOST_WORK", 0)
+    assert_bitwise_equal(found, steps())
+
+
+def test_large_layers_call_each_op(monkeypatch):
+    """Where a GEMM takes longer than the host, what the last op writes has no memory from the beginning."""
+    called = []
+    monkeypatch.setattr(ops.CALLS, "chain", lambda *args: called.append(args))
+    x, weight, bias, _ = layer((40, 96), 64)
+    monkeypatch.setattr(dispatch, "MOST_WORK", 40 * 96 * 64 - 1)
+    linear(x, weight, bias, "rowwise")
+    assert not called
+
+
+def test_modes_and_logs_see_each_op_of_a_small_layer():
+    x, weight, bias, grad = layer((40, 96), 64)
+    with count_gemms() as counts:
+        linear(x, weight, bias, "rowwise").backward(grad)
+    assert sum(counts.calls.values()) == 3
+    out = linear(x, weight, bias, "rowwise")
+    with FlopCounterMode(display=False) as counter:
+        out.backward(grad)
+    assert counter.get_total_flops() == 2 * 40 * 96 * 64 * 2

@@ -103,7 +103,7 @@ def test_inductor_casts_the_weights_of_a_model_at_once(told, source):
     tritonfp8.convert(model, recipes.get("rowwise", transposed_from=source))
     (x,) = weights(40)
     found, code = code_of(model, x)
-    assert len(re.findall(r"tritonfp8_calls\.quantize_weights\(", code)) == 1
+    assert len(re.findall(r"tritonfp8_site\('quantize_weights'\)", code)) == 1
     told.pop()
     expected, code = code_of(model, x)
     assert "quantize_weights" not in code

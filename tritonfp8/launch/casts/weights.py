@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tritonfp8 import reference
 from tritonfp8.launch.casts import codes as of_codes
 from tritonfp8.launch.casts import dense
 from tritonfp8.launch.casts.transposes import plan_transposes
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.launcher import lists_served_by
 from tritonfp8.launch.plan import Planner, View
 from tritonfp8.specs import spec_of
 
@@ -30,6 +32,7 @@ def plan_quantize_weights(plan: Planner, *arguments: object) -> list[View] | Non
     return plan_transposes(plan, views[:count], spec_of(str(text)), views[count:], spec_of(str(codes)))
 
 
+@lists_served_by(plan_quantize_weights, reference.quantize_weights)
 def quantize_weights(
     x: Tensor, others: Sequence[Tensor], spec: str, scales: Sequence[Tensor], codes: str | None = None
 ) -> list[Tensor]:

@@ -9,5 +9,5 @@ by_torch   sums over the tokens of groups in bf16
 Exports the Triton twin of each op, and how it runs.
 """
 
-from tritonfp8.launch.gemms.dense import has_tma_layout, product_kind, scaled_matmul
+from tritonfp8.launch.gemms.dense import MX_SPECS, has_tma_layout, product_kind, scaled_matmul
 from tritonfp8.launch.gemms.grouped import grouped_matmul, grouped_product_kind, scaled_grouped_matmul

@@ -30,7 +30,7 @@ from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, Vi
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SPECS, empty_scale, spec_of
 from tritonfp8.tuning import PARTIAL_BYTES, MatmulConfig
 
-_MX = frozenset(text for text, spec in SPECS.items() if spec.block == BLOCK_1X32)
+MX_SPECS = frozenset(text for text, spec in SPECS.items() if spec.block == BLOCK_1X32)
 
 
 def has_tma_layout(x: Tensor) -> bool:
@@ -252,7 +252,7 @@ def scaled_matmul(
         out: write here, ``[M, N]`` contiguous.
     """
     # By a set of texts: this costs each eager call host time.
-    if a_spec in _MX and config is None and _is_widened(a_spec, a.shape[0], a.device, batch_invariant):
+    if a_spec in MX_SPECS and config is None and _is_widened(a_spec, a.shape[0], a.device, batch_invariant):
         dtype = out_dtype or torch.bfloat16
         return widened.scaled_matmul(a, a_scale, b, b_scale, bias, activation, residual, dtype, out)
     if batch_invariant:
@@ -283,7 +283,7 @@ def _readable_rows(a: Tensor) -> Tensor:
 
 def _is_widened(a_spec: str, m: int, device: torch.device, batch_invariant: bool) -> bool:
     native = hardware.abilities(device).has_native_mx
-    return a_spec in _MX and tuning.is_widened(m, native, batch_invariant)
+    return a_spec in MX_SPECS and tuning.is_widened(m, native, batch_invariant)
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -295,6 +295,6 @@ def product_kind(a_spec: str, device: torch.device, m: int, batch_invariant: boo
     abilities = hardware.abilities(device)
     if not abilities.has_fp8_mma:
         return "reference"
-    if a_spec not in _MX or abilities.has_native_mx:
+    if a_spec not in MX_SPECS or abilities.has_native_mx:
         return "fp8"
     return "dequantized" if _is_widened(a_spec, m, device, batch_invariant) else "emulated"

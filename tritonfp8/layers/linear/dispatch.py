@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.compat import counting
-from tritonfp8.compat.torch_private import is_functionalized, is_transformed
+from tritonfp8.compat.torch_private import dispatch_mode_count, is_functionalized, is_transformed
 from tritonfp8.layers import recompute
 from tritonfp8.layers.linear.checks import autocast_dtype, cast_to, check_dtypes, check_linear, check_shapes, fit
-from tritonfp8.layers.linear.function import LinearFunction, LinearPlan
+from tritonfp8.layers.linear.function import LinearFunction, LinearPlan, may_chain, weight_specs
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
 from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, OperandProvider, Pair, Specs
 from tritonfp8.layers.linear.transforms import transformed
@@ -24,9 +24,11 @@ from tritonfp8.layers.linear.weight_source import CASTS, Operands, WeightSource,
 from tritonfp8.layers.tensor_types import PLAIN, TENSORS, handler_of
 from tritonfp8.layers.unsupported import refuse_compiled_transform, refuse_transform
 from tritonfp8.ops import graph_op, is_exporting, is_traced
+from tritonfp8.ops.passes import MOST_WORK
 from tritonfp8.recipes import Recipe, get, recipe_of
 from tritonfp8.specs.checks import require_type
 
+NO_PAIRS = NO_PAIR, NO_PAIR
 # Of nodes of autograd, without "Backward": activations, what they are written with, and views.
 ELEMENTWISE = frozenset(
     {
@@ -91,6 +93,19 @@ def cast_operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
     return input, weight, bias
 
 
+def _chained(plan: LinearPlan, rows: Tensor, weight: Tensor, recipe: str) -> LinearPlan:
+    """``plan``, by which the ops of forward are one call, and the ops of backward: in eager code, where they are small.
+
+    ``recipe``: the text of the recipe of ``plan``.
+    """
+    if torch.compiler.is_compiling() or dispatch_mode_count() or plan.provider is not LOCAL or plan.source is not CASTS:
+        return plan
+    if plan.weight_is_cached or plan.casts_input_again or plan.layer is not None:
+        return plan
+    is_small = rows.shape[0] * weight.numel() <= MOST_WORK
+    return LinearPlan(*plan[:-1], recipe) if is_small and may_chain(recipe) else plan
+
+
 def local_linear(
     input: Tensor,
     weight: Tensor,
@@ -117,13 +132,14 @@ def local_linear(
     # Siblings are called with the input that autocast has not cast yet.
     shared_as = input if shared_as is None else shared_as
     input, weight, bias = cast_operands(input, weight, bias)
-    rows = torch.atleast_2d(input).flatten(0, -2) if input.ndim != 2 else input
+    rows = input if input.ndim == 2 else (input if input.ndim > 1 else torch.atleast_2d(input)).flatten(0, -2)
     grad = torch.is_grad_enabled()
     needs = (grad and input.requires_grad, grad and weight.requires_grad)
     again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(shared_as)
     layer = counting.take_callers()[0] if counting.is_logging else None
     plan = LinearPlan(recipe, *needs, quantized_weight is not None, provider, source, again, layer)
-    specs = Specs(recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None, recipe.codes["input"])
+    plan = plan if own_rows is not None else _chained(plan, rows, weight, *recipe.args)
+    specs = Specs(recipe.output.lhs, recipe.grad_weight.rhs if needs[1] else None, recipe.codes["input"])
     data = (rows if own_rows is None else own_rows).detach()
     if again:
         pair, amax_t = provider.input_now(data, specs)
@@ -131,14 +147,15 @@ def local_linear(
     elif shared_input is None:
         if not torch.compiler.is_compiling():
             forget()
-        pairs = provider.input(data, specs)
+        pairs = NO_PAIRS if plan.chained is not None else provider.input(data, specs)
     else:
         if not isinstance(shared_input, SharedInput):
             require_type("shared_input", shared_input, SharedInput, "a tritonfp8.functional.SharedInput or None")
         pairs = shared_input.quantize(shared_as, data, specs, provider)
-    if quantized_weight is None:
-        spec_t = recipe.grad_input.rhs if plan.needs_grad_input else None
-        weight_pair, amax_t = source.now(weight, Specs(recipe.output.rhs, spec_t, recipe.codes["weight"]))
+    if plan.chained is not None:
+        weight_pair, cached, amax_t = NO_PAIR, NO_PAIR, None
+    elif quantized_weight is None:
+        weight_pair, amax_t = source.now(weight, weight_specs(recipe, needs[0]))
         cached = NO_PAIR
     else:
         check_cached(quantized_weight, weight, recipe, plan.needs_grad_input)

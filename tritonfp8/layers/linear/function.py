@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +12,10 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.compat import counting
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear.operands import LOCAL, Later, OperandProvider, Pair, Specs
+from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, Later, OperandProvider, Pair, Specs
 from tritonfp8.layers.linear.weight_source import CASTS, WeightSource, serves_both
 from tritonfp8.ops import sealed
-from tritonfp8.recipes import Gemm, Recipe
+from tritonfp8.recipes import Gemm, Recipe, recipe_of
 
 
 def multiply(
@@ -43,6 +45,8 @@ class LinearPlan(NamedTuple):
             compiler has the input in backward, or recomputes it.
         layer: the module whose call this is, inside :func:`~tritonfp8.compat.counting.log_gemms`; else None. Backward
             and a recompute of the forward have plans of the same call, so their GEMMs are logged under the right layer.
+        chained: the text of the recipe if the ops of forward are one call, and the ops of backward another; see
+            :func:`may_chain`.
     """
 
     recipe: Recipe
@@ -53,6 +57,12 @@ class LinearPlan(NamedTuple):
     source: WeightSource
     casts_input_again: bool = False
     layer: Any = None
+    chained: str | None = None
+
+
+def weight_specs(recipe: Recipe, needs_grad_input: bool) -> Specs:
+    """How a layer quantizes its weight, for ``output`` and ``grad_input``."""
+    return Specs(recipe.output.rhs, recipe.grad_input.rhs if needs_grad_input else None, recipe.codes["weight"])
 
 
 class LinearFunction(torch.autograd.Function):
@@ -79,7 +89,12 @@ class LinearFunction(torch.autograd.Function):
         recipe = plan.recipe
         if plan.layer is not None:
             counting.announce(plan.layer, "output")
-        if recipe.output.rhs is not None:
+        if plan.chained is not None:
+            tensors = (input if input_pair[0] is None else None, weight, bias, *input_pair)
+            needs, given = plan[1:3], tuple([x is not None for x in tensors])
+            out, *made, weight_amax_t = _run(_output_chain(plan.chained, needs, input.dtype, given), tensors)
+            kept = kept if made[0] is None else (made[0], made[1])
+        elif recipe.output.rhs is not None:
             out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
         else:
             out = ops.matmul(input, weight, bias)
@@ -115,6 +130,12 @@ class LinearFunction(torch.autograd.Function):
         saved = Saved(
             weight, weight_amax_t, input, (qdata, scale), (cached[0], cached[1]), ctx.dtypes, weight_scale, first_scale
         )
+        if ctx.plan.chained is not None:
+            tensors = (grad_output, weight, weight_amax_t, qdata, scale)
+            given = tuple([x is not None for x in tensors])
+            chain = _gradient_chain(ctx.plan.chained, ctx.plan[1:3], ctx.dtypes, ctx.needs_grad_bias, given)
+            if chain is not None:
+                return tuple(_run(chain, tensors))
         return gradients(ctx.plan, grad_output, saved, ctx.needs_grad_bias)
 
 
@@ -250,3 +271,60 @@ def cached_for_backward(plan: LinearPlan, weight_pair: Pair, cached: Pair) -> Pa
     # In high precision backward reads the values of the codes.
     reads_first = serves_both(recipe) or (recipe.codes["weight"] is not None and recipe.grad_input.rhs is None)
     return weight_pair if reads_first else cached
+
+
+@functools.cache
+def may_chain(recipe: str) -> bool:
+    """Whether a layer of a recipe runs the ops of forward as one call, and the ops of backward as another.
+
+    To the same bits: the host then looks up one plan for all launches, where each op of eager code takes it as long as
+    two launches. All three GEMMs must be quantized, and transposes made from values.
+    """
+    found = recipe_of(recipe)
+    if found.transposed_from != "values" or found.quantized_share < 1:
+        return False
+    return _gradient_chain(recipe, (True, True), (torch.bfloat16, torch.bfloat16), True, (True,) * 5) is not None
+
+
+def _run(chain: tuple[str, tuple[bool, ...]], tensors: Sequence[Tensor | None]) -> list[Any]:
+    text, present = chain
+    first, *others = [x for x in tensors if x is not None]
+    results = iter(ops.CALLS.chain(first, others, text))
+    return [next(results) if each else None for each in present]
+
+
+@functools.cache
+def _output_chain(
+    recipe: str, needs: tuple[bool, bool], dtype: torch.dtype, given: tuple[bool, ...]
+) -> tuple[str, tuple[bool, ...]]:
+    """The chain of ``(output, input_t, its scale, the amaxes of weight_t)``.
+
+    It gets input, weight and bias; or weight, bias, and the codes and scale of an input that siblings share.
+    """
+
+    def run(input: Any, weight: Any, bias: Any, qdata: Any, scale: Any) -> Sequence[Tensor | None]:
+        of = recipe_of(recipe)
+        specs = Specs(of.output.lhs, of.grad_weight.rhs if needs[1] else None)
+        pair, kept = ((qdata, scale), NO_PAIR) if input is None else LOCAL.input(input, specs)
+        weight_pair, amax_t = CASTS.now(weight, weight_specs(of, needs[0]))
+        return multiply(of.output, pair, weight_pair, bias, dtype), *kept, amax_t
+
+    found = ops.chain_of(run, given)
+    assert found is not None
+    return found
+
+
+@functools.cache
+def _gradient_chain(
+    recipe: str, needs: tuple[bool, bool], dtypes: tuple[torch.dtype, torch.dtype], bias: bool, given: tuple[bool, ...]
+) -> tuple[str, tuple[bool, ...]] | None:
+    """The chain of :func:`gradients`; None if it calls more than ops."""
+    if not any(needs) or (bias and not all(needs)):
+        # torch sums a bias.
+        return None
+    plan = LinearPlan(recipe_of(recipe), *needs, False, LOCAL, CASTS)
+
+    def run(grad_output: Any, weight: Any, amax_t: Any, qdata: Any, scale: Any) -> Sequence[Tensor | None]:
+        return gradients(plan, grad_output, Saved(weight, amax_t, None, (qdata, scale), NO_PAIR, dtypes), bias)
+
+    return ops.chain_of(run, given)

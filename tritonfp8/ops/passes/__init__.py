@@ -1,15 +1,17 @@
 """Rewrites of the graphs that Inductor compiles: to the same bits, with fewer launches and less memory.
 
-Exports :func:`rewrite`, which runs all of them.
+Exports :func:`rewrite`, which runs all of them but for :func:`join_chains`: who calls an op does not see the ops of a
+chain, so graphs have chains only where their code calls functions.
 """
 
 from typing import Any
 
 from tritonfp8.ops.passes.batched_weights import batch_weights, may_batch
 from tritonfp8.ops.passes.cast_order import order_casts
+from tritonfp8.ops.passes.chains import MOST_WORK, join_chains
 from tritonfp8.ops.passes.merged_casts import merge_casts, read_codes, read_sources
 
-__all__ = ["batch_weights", "may_batch", "merge_casts", "order_casts", "read_codes", "read_sources", "rewrite"]
+__all__ = ["MOST_WORK", "join_chains", "may_batch", "rewrite"]
 
 
 def rewrite(graph: Any) -> int:
