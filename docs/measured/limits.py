@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from bench.contest.bars import BARS, GROUPED_BARS
 from bench.contest.cases import COPY, MODEL, MODEL_KERNELS
@@ -11,6 +12,7 @@ from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS
 from bench.contest.judge import Bar
 from bench.limits.host import GRAPH, LAUNCH, MEMORY, REST
 from bench.limits.power import OWN, RANDOM, TORCH, ZERO
+from bench.limits.step import CALLS, LAUNCHES
 from bench.models import BIASED, CONFIGS
 from bench.tables import size_name, table
 from docs.measured.results import data, text
@@ -195,6 +197,23 @@ def calls() -> str:
     return table(("op, [128, 768, 768]", "host time", *names), lines)
 
 
+def steps() -> str:
+    """A step of blocks of a diffusion transformer: time, host time, and how often the host calls us and launches."""
+    rows = data("step.json")["rows"]
+    plain = {row["way"]: row["seconds"] for row in rows if row["contender"] == "bf16"}
+
+    def line(row: dict[str, Any]) -> tuple[str, ...]:
+        # Three of each of the four linear layers of a block.
+        gemms = 12 * row["size"][0]
+        counts = [f"{row[name] / gemms:.2f}" if row.get(name) else "" for name in (CALLS, LAUNCHES)]
+        times = (f"{1e3 * row['seconds']:.1f} ms", text(plain[row["way"]] / row["seconds"]))
+        launch = f"{1e6 * row[f'{LAUNCHES} seconds'] / row[LAUNCHES]:.1f} us" if row.get(LAUNCHES) else ""
+        return row["way"], row["contender"], *times, f"{1e3 * row['host_seconds']:.1f} ms", *counts, launch
+
+    header = ("step", "over bf16", "host time", f"{CALLS}, a GEMM", f"{LAUNCHES}, a GEMM", "host time of a launch")
+    return table(("way", "contestant", *header), map(line, rows))
+
+
 def start() -> str:
     """What the first step of a process spends its time in, of the parts that take a second in any start."""
     found: dict[str, dict[str, float]] = {}
@@ -212,6 +231,7 @@ def start() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "calls": calls,
+    "steps": steps,
     "limits": limits,
     "mixture limits": mixture_limits,
     "mixture kernels on an H100": mixture_kernels,
