@@ -11,6 +11,7 @@ from docs.measured.results import data
 VISION = ("vit-huge", "dit-xl-2")
 MODELS = {
     "qwen3-4b": "Qwen3-4B, 8192 tokens",
+    "olmoe-1b-7b": "OLMoE-1B-7B, 8192 tokens",
     "vit-huge": "ViT-Huge/14, 64 images",
     "dit-xl-2": "DiT-XL/2 at 512 pixels, 8 images",
     "modernbert-large": "ModernBERT-large, 8192 tokens",

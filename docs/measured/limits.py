@@ -214,6 +214,21 @@ def steps() -> str:
     return table(("way", "contestant", *header), map(line, rows))
 
 
+def chosen_steps() -> str:
+    """A step of each model that ``filter="auto"`` converts, by block: the layers that it chose, and the speed."""
+    rows = data("step-auto.json")["rows"]
+    plain = {(row["shape"], row["way"]): row["seconds"] for row in rows if row["contender"] == "bf16"}
+    of = {(row["shape"], row["way"]): row for row in rows if row["contender"] != "bf16"}
+    ways = tuple(dict.fromkeys(way for _, way in of))
+
+    def line(name: str) -> tuple[str, ...]:
+        speeds = [text(plain[name, way] / of[name, way]["seconds"], 3) for way in ways]
+        return name, str(of[name, ways[0]]["converted"]), *speeds
+
+    names = dict.fromkeys(name for name, _ in of)
+    return table(("model", "converted layers", *(f"{way}: over bf16" for way in ways)), map(line, names))
+
+
 def start() -> str:
     """What the first step of a process spends its time in, of the parts that take a second in any start."""
     found: dict[str, dict[str, float]] = {}
@@ -232,6 +247,7 @@ def start() -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "calls": calls,
     "steps": steps,
+    "chosen steps": chosen_steps,
     "limits": limits,
     "mixture limits": mixture_limits,
     "mixture kernels on an H100": mixture_kernels,

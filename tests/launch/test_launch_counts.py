@@ -106,7 +106,7 @@ def test_a_block_of_gpt_2_launches_no_more_kernels_than_before(recipe, launched)
 def test_a_block_of_a_diffusion_transformer_calls_us_about_once_a_gemm(recipe, launched):
     """Ops that follow one another are one call of the host, whatever they launch."""
     model, x = block_of(DIFFUSION)
-    models.convert(model, recipe)
+    tritonfp8.convert(model, recipe)
     nodes = []
     for graph in graphs_of(model, x):
         passes.rewrite(graph.graph)

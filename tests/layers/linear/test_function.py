@@ -293,6 +293,18 @@ def test_small_layers_in_one_call_each_way_have_the_bits_of_calls_of_each_op(mon
     assert_bitwise_equal(found, steps())
 
 
+def test_layers_with_a_batch_invariant_output_call_each_op(monkeypatch):
+    """The rows of a batch-invariant GEMM may be copied before it, which no plan does."""
+    called = []
+    monkeypatch.setattr(ops.CALLS, "chain", lambda *args: called.append(args))
+    x, weight, bias, grad = layer((40, 96), 64)
+    recipe = recipes.get("rowwise", batch_invariant=True)
+    found = with_gradients(linear(x, weight, bias, recipe), (x, weight, bias), grad)
+    assert not called
+    monkeypatch.setattr(dispatch, "MOST_WORK", 0)
+    assert_bitwise_equal(found, with_gradients(linear(x, weight, bias, recipe), (x, weight, bias), grad))
+
+
 def test_large_layers_call_each_op(monkeypatch):
     """Where a GEMM takes longer than the host, what the last op writes has no memory from the beginning."""
     called = []

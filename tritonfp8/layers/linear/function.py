@@ -92,7 +92,9 @@ class LinearFunction(torch.autograd.Function):
         if plan.chained is not None:
             tensors = (input if input_pair[0] is None else None, weight, bias, *input_pair)
             needs, given = plan[1:3], tuple([x is not None for x in tensors])
-            out, *made, weight_amax_t = _run(_output_chain(plan.chained, needs, input.dtype, given), tensors)
+            chain = _output_chain(plan.chained, needs, input.dtype, given)
+            assert chain is not None
+            out, *made, weight_amax_t = _run(chain, tensors)
             kept = kept if made[0] is None else (made[0], made[1])
         elif recipe.output.rhs is not None:
             out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
@@ -283,7 +285,9 @@ def may_chain(recipe: str) -> bool:
     found = recipe_of(recipe)
     if found.transposed_from != "values" or found.quantized_share < 1:
         return False
-    return _gradient_chain(recipe, (True, True), (torch.bfloat16, torch.bfloat16), True, (True,) * 5) is not None
+    needs, dtype = (True, True), torch.bfloat16
+    forward = _output_chain(recipe, needs, dtype, (True, True, True, False, False))
+    return forward is not None and _gradient_chain(recipe, needs, (dtype, dtype), True, (True,) * 5) is not None
 
 
 def _run(chain: tuple[str, tuple[bool, ...]], tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -296,8 +300,8 @@ def _run(chain: tuple[str, tuple[bool, ...]], tensors: Sequence[Tensor | None]) 
 @functools.cache
 def _output_chain(
     recipe: str, needs: tuple[bool, bool], dtype: torch.dtype, given: tuple[bool, ...]
-) -> tuple[str, tuple[bool, ...]]:
-    """The chain of ``(output, input_t, its scale, the amaxes of weight_t)``.
+) -> tuple[str, tuple[bool, ...]] | None:
+    """The chain of ``(output, input_t, its scale, the amaxes of weight_t)``; None for a batch-invariant output.
 
     It gets input, weight and bias; or weight, bias, and the codes and scale of an input that siblings share.
     """
@@ -309,9 +313,7 @@ def _output_chain(
         weight_pair, amax_t = CASTS.now(weight, weight_specs(of, needs[0]))
         return multiply(of.output, pair, weight_pair, bias, dtype), *kept, amax_t
 
-    found = ops.chain_of(run, given)
-    assert found is not None
-    return found
+    return ops.chain_of(run, given)
 
 
 @functools.cache
