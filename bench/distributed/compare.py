@@ -257,7 +257,7 @@ def untimed_steps(settings: Settings) -> int:
     return min(UNTIMED_STEPS, max(settings.steps - 1, 1))
 
 
-def _collect(device: torch.device) -> None:
+def free(device: torch.device) -> None:
     """Free the memory of a contestant before the next one; reference cycles keep it alive."""
     gc.collect()
     if device.type == "cuda":
@@ -294,7 +294,7 @@ def compare(
             _phase(ranks, job, entry, Measured.count)
             entry.training = None
             torch.compiler.reset()
-            _collect(device)
+            free(device)
             found = row(settings, entry, ranks)
             rows[index : index + 1] = [faster(*rows[index : index + 1], found)]
             note(ORDER, rows)
@@ -335,7 +335,7 @@ def _phase(ranks: Ranks, job: Job, entry: Measured, what: Callable[..., None], *
         entry.reason, entry.training = str(error), None
     if entry.reason is not None:
         # Only here, outside ``except``: the error kept the model alive.
-        _collect(job.device)
+        free(job.device)
 
 
 def as_json(x: float) -> float | str:

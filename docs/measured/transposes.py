@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from bench.tables import table
 from docs.measured.results import data
@@ -42,5 +43,61 @@ def _range(values: list[float]) -> str:
     return f"{statistics.fmean(values):+.2f} % ({ends}; {len(values)} seeds)"
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"transposes": speeds, "transposes losses": losses}
+def over_ranks() -> str:
+    """A step of Llama-8B-shaped layers under sequence parallelism: median, fastest, and what is gathered."""
+    found = data("distributed-8b-slice-tp2-dp1/distributed.json")
+    base, *_ = rows = found["rows"]
+
+    def fastest(row: dict[str, Any]) -> float:
+        return min(row["step_seconds"][found["untimed_steps"] :])
+
+    lines = [
+        (
+            row["contender"],
+            f"{1e3 * row['seconds']:.1f} ms",
+            f"{base['seconds'] / row['seconds']:.{BAR}f}",
+            f"{1e3 * fastest(row):.1f} ms",
+            f"{fastest(base) / fastest(row):.{BAR}f}",
+            f"{row['bytes']['all_gather'] / base['bytes']['all_gather']:.{BAR}f}",
+        )
+        for row in rows
+    ]
+    return table(("contestant", "median step", "over bf16", "fastest step", "over bf16", "all-gather: bytes"), lines)
+
+
+def kernels_over_ranks() -> str:
+    """GPU time of the same step by kinds of kernels."""
+    base, *_ = rows = data("kernels-8b-slice-tp2.json")["rows"]
+    kinds = ("gemm", "cast", "other", "collective", "busy")
+
+    def line(row: dict[str, Any]) -> tuple[str, ...]:
+        times = (f"{1e3 * row[f'{kind}_seconds']:.1f}" for kind in kinds)
+        return row["contender"], *times, f"{base['busy_seconds'] / row['busy_seconds']:.{BAR}f}"
+
+    return table(("GPU time, ms", "GEMMs", "casts", "others", "collectives", "all", "over bf16"), map(line, rows))
+
+
+def experts_over_ranks() -> str:
+    """A layer of DeepSeek-V3's experts over two ranks."""
+    base, *_ = rows = data("experts-over-ranks-deepseek-v3.json")["rows"]
+    lines = [
+        (
+            row["contestant"],
+            f"{1e3 * row['seconds']:.1f} ms",
+            f"{base['seconds'] / row['seconds']:.{BAR}f}",
+            f"{row['peak_bytes'] / base['peak_bytes']:.{BAR}f}",
+            f"{row['all_to_all_bytes'] / base['all_to_all_bytes']:.{BAR}f}",
+        )
+        for row in rows
+    ]
+    return table(("experts over two ranks", "step", "over bf16", "peak memory", "all-to-all: bytes"), lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "transposes": speeds,
+    "transposes losses": losses,
+    "transposes over ranks": over_ranks,
+    "transposes kernels": kernels_over_ranks,
+    "transposes experts over ranks": experts_over_ranks,
+}
 """The function that makes each table, by the name of its block."""

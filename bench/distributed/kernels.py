@@ -1,0 +1,87 @@
+"""Where the GPU time of a training step over ranks goes, by kinds of kernels:
+``torchrun --nproc-per-node 2 -m bench.distributed.kernels``.
+
+The contestants of ``bench.distributed``, on rank 0. ``busy_seconds`` is the time in which any kernel runs: collectives
+run beside others. What a step takes longer than that, the host decides.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.profiler import ProfilerActivity, profile
+
+from bench.contest.machine import command_line, results_folder, write_results
+from bench.distributed.compare import Job, Settings, Training, free
+from bench.distributed.ranks import joined
+from tritonfp8.advice import kernel_seconds
+
+COLLECTIVE = "nccl"
+UNTIMED_STEPS, STEPS = 7, 3
+
+
+def busy(spans: Iterable[tuple[float, float]]) -> float:
+    """The time that is inside of any of the spans ``(begin, end)``."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def kinds(events: Iterable[Any]) -> dict[str, float]:
+    """The seconds of kernels by kind, from the profiler's events: a ``name``, and a ``time_range`` in microseconds."""
+    found = [(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events]
+    collectives = sum(end - begin for name, begin, end in found if COLLECTIVE in name)
+    own = kernel_seconds((name, end - begin) for name, begin, end in found if COLLECTIVE not in name)
+    return {**own, "collective_seconds": collectives, "busy_seconds": busy((begin, end) for _, begin, end in found)}
+
+
+def measure(training: Training, batches: tuple[torch.Tensor, ...]) -> dict[str, float]:
+    """The seconds of a step's kernels by kind."""
+    for batch in batches[:UNTIMED_STEPS]:
+        training.step(batch)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for batch in batches[UNTIMED_STEPS : UNTIMED_STEPS + STEPS]:
+            training.step(batch)
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
+    return {kind: seconds / STEPS for kind, seconds in kinds(events).items()}
+
+
+def main(
+    names: Annotated[str, typer.Option("--recipes", help="Recipes, or files of them, separated by commas.")],
+    model: Annotated[str, typer.Option(help="As for bench.distributed.")] = "8b-slice",
+    batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 4,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,
+    ways: Annotated[str, typer.Option(help="Styles of tensor parallelism, separated by commas.")] = "float8",
+    out: Annotated[Path | None, typer.Option(help="File. [default: kernels-MODEL-tpN.json of this GPU]")] = None,
+) -> None:
+    """Measure bf16 and each recipe under tensor parallelism over all ranks."""
+    device, size = torch.device("cuda", int(os.environ["LOCAL_RANK"])), int(os.environ["WORLD_SIZE"])
+    settings = Settings(
+        model, tuple(names.split(",")), UNTIMED_STEPS + STEPS, batch_size, seq_len, 1, size, True, False,
+        ways=tuple(ways.split(",")),
+    )  # fmt: skip
+    with joined(device) as ranks:
+        job, rows = Job.make(settings, device), []
+        for contestant in settings.contestants():
+            training = Training(job, contestant)
+            rows.append({"contender": contestant.name, **measure(training, job.batches)})
+            del training
+            torch.compiler.reset()
+            free(device)
+        if ranks.rank == 0:
+            path = out or results_folder() / f"kernels-{Path(model).stem}-tp{size}.json"
+            command = f"torchrun --nproc-per-node {size} {command_line().removeprefix('python ')}"
+            write_results(path, {"command": command, "settings": vars(settings), "rows": rows})
+            for row in rows:
+                print({key: x if isinstance(x, str) else f"{1e3 * x:.1f} ms" for key, x in row.items()})
+
+
+if __name__ == "__main__":
+    typer.run(main)
