@@ -62,7 +62,7 @@ ROOM_LINES = {
     "tuning": 1520,  # tiles of transposes that are made from codes
     "launch": 4210,  # transposes that are made from codes, also of several weights and of groups; plans of chains
     "ops": 1770,  # transpose_codes, and the rewrites of it; chains in graphs
-    "layers": 6750,  # chains, operands from codes, a backward that dequantizes, experts of rows that travelled
+    "layers": 6765,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled
     "functional": 380,
     "conversion": 1840,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 2725,  # load_tensors: an export into a model that generates; the headers of a stream, and its check
@@ -82,7 +82,7 @@ ROOM_LINES = {
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
 # Codes in each mode; health in trainers; advice; diffusion; weights for a copy, and for engines; generators; chains
-TEST_LINES = 51_950
+TEST_LINES = 52_000
 
 
 def room_violations(modules, limits=None):

@@ -28,8 +28,8 @@ def casts_of(function, shape):
     return casts.shapes.count(shape), out
 
 
-class HighPrecisionMemory(TorchDispatchMode):
-    """Counts the bytes of floating tensors of 16 bits or more that are made inside the block and alive together.
+class Memory(TorchDispatchMode):
+    """Counts the bytes of tensors that are made inside the block and alive together.
 
     Attributes:
         peak: the most bytes at any time.
@@ -39,12 +39,23 @@ class HighPrecisionMemory(TorchDispatchMode):
         super().__init__()
         self.peak, self._alive = 0, {}
 
+    def counts(self, x):
+        """Whether a tensor counts."""
+        return type(x) is torch.Tensor and not x.is_meta
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(out):
-            if type(x) is torch.Tensor and x.is_floating_point() and x.itemsize > 1 and not x.is_meta:
+            if self.counts(x):
                 storage = x.untyped_storage()
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._alive = {key: value for key, value in self._alive.items() if not value[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
+
+
+class HighPrecisionMemory(Memory):
+    """:class:`Memory` of floating tensors of 16 bits or more."""
+
+    def counts(self, x):
+        return super().counts(x) and x.is_floating_point() and x.itemsize > 1

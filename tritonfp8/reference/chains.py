@@ -1,6 +1,6 @@
 """Chains: several ops as one call, so that the host looks one plan up for all of them.
 
-A chain says which ops run one after another, and on which tensors: on those that the call gets, or on results of
+A chain says which ops run one after another, and on which tensors: on tensors that the call gets, or on results of
 earlier ops. It is a text wherever an op or a graph has it.
 """
 

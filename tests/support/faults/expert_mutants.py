@@ -221,4 +221,11 @@ FAULTS = (
         "all experts are scaled for backward by the amaxes of the first one",
         _LINEAR,
     ),
+    (
+        "tritonfp8/layers/first_order.py",
+        "        ctx.maybe_clear_saved_tensors()\n",
+        "        pass\n",
+        "backward keeps the rows that arrived until its end",
+        ("tests/bench/distributed/test_experts_over_ranks.py", "-k", "memory"),
+    ),
 )

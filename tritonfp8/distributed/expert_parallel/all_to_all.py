@@ -133,7 +133,8 @@ class CodesTravel:
 
     def back(self, rows: Tensor, there: Routing, number: int) -> Tensor:
         """The way of :meth:`there` in reverse."""
-        found = all_to_all_rows(rows[there.inverse], self.receive, self.send, self.group)
+        rows = rows[there.inverse]
+        found = all_to_all_rows(rows, self.receive, self.send, self.group)
         rest = number - self.rows
         return torch.cat([found, found.new_zeros(rest, found.shape[1])]) if rest else found
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.compat.torch_private import statically_known_true
-from tritonfp8.layers.first_order import first_order
+from tritonfp8.layers.first_order import first_order, taken
 from tritonfp8.layers.linear import NO_PAIR, Pair, Specs, autocast_dtype
 from tritonfp8.layers.moe.grouped import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
 from tritonfp8.layers.moe.routing import Travel, Way, grad_of_factors, in_dtype, places_of, tokens_of_rows
@@ -94,14 +94,16 @@ def _grads_of_gathered(
     ``rows``: None if they travelled as codes, ``of_rows``; ``kept``: see :meth:`GroupedPlan.output`; ``dtype``: of the
     weight.
     """
-    (_, order, inverse), offsets, travel = way.here, way.there.offsets, way.travel
-    pair, pair_t = codes
+    (_, order, inverse), offsets, travel, (pair, pair_t) = way.here, way.there.offsets, way.travel, codes
     grad_hidden = grad_weight = None
     if plan.needs_grad_input:
-        grad_rows = plan.grad_input(grad, pair, kept, offsets)
-        if travel is not None:
-            grad_rows = travel.back(grad_rows, way.there, order.shape[0])
+        # No name keeps the rows of an all-to-all, nor their sum's: what follows finds their memory free.
+        if travel is None:
+            grad_rows = plan.grad_input(grad, pair, kept, offsets)
+        else:
+            grad_rows = travel.back(plan.grad_input(grad, pair, kept, offsets), way.there, order.shape[0])
         grad_hidden = ops.sum_of_rows(grad_rows, places_of(inverse, tokens))
+        del grad_rows
     if plan.needs_grad_weight:
         spec, spec_t = plan.recipe.codes["input"], plan.recipe.grad_weight.rhs
         if rows is None:
@@ -139,11 +141,11 @@ def _combined(
 class _OfCombined(NamedTuple):
     """Gradients of :func:`_combined`; the gradients of weight and bias are computed on request.
 
+    The gradient of the factors comes before: nothing else reads the rows of all experts, so their memory is free then.
     ``can_wait``: what the gradient of the weight is made of takes less memory than this gradient.
     """
 
     rows: Tensor | None
-    factors: Tensor | None
     of_weight: Callable[[], tuple[Tensor | None, Tensor | None]]
     can_wait: bool
 
@@ -155,7 +157,6 @@ def _grads_of_combined(
     columns: Pair,
     kept: Sequence[Any],
     top_k_weights: Tensor,
-    of_experts: Tensor | None,
     way: Way,
     plan: GroupedPlan,
     dtype: torch.dtype,
@@ -164,12 +165,8 @@ def _grads_of_combined(
 
     ``columns``: the codes of the rows that ``grad_weight`` reads; without them ``rows`` is not None.
     """
-    (_, order, inverse), offsets = way.here, way.there.offsets
-    # First, as nothing else reads the rows of all experts: the casts find their memory free.
-    grad_factors = None
-    if of_experts is not None:
-        grad_factors = grad_of_factors(grad_output, of_experts, inverse, top_k_weights)
-    grad = Rows(grad_output, picked, top_k_weights.reshape(-1)[order])
+    offsets = way.there.offsets
+    grad = Rows(grad_output, picked, top_k_weights.reshape(-1)[way.here.order])
     if way.travel is None:
         pair, pair_t = plan.tokens_of_grad(grad, offsets)
     else:
@@ -182,7 +179,7 @@ def _grads_of_combined(
             grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
         return grad_weight, ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
 
-    return _OfCombined(grad_rows, grad_factors, of_weight, _grows(pair_t[0], columns[0], offsets.shape[0], dtype))
+    return _OfCombined(grad_rows, of_weight, _grows(pair_t[0], columns[0], offsets.shape[0], dtype))
 
 
 def _grad_there(grad: Rows, way: Way, travel: Travel, plan: GroupedPlan) -> tuple[Rows, Pair, Pair]:
@@ -261,16 +258,18 @@ class _CombinedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         plan: GroupedPlan = ctx.plan
-        way, saved = Way.of((ctx.travel, *ctx.saved_tensors))
-        top_k_weights, of_experts, inside, qdata, scale, *kept = saved
+        way, (top_k_weights, of_experts, inside, qdata, scale, *kept) = Way.of((ctx.travel, *taken(ctx)))
         rows = None if inside is None else Rows(inside)
         picked = tokens_of_rows(way.here.order, grad_output.shape[0])
 
         def grads_of() -> tuple[Tensor | None, ...]:
+            nonlocal of_experts
+            factors = grad_of_factors(grad_output, of_experts, way.here.inverse, top_k_weights)
+            of_experts = None
             of = _grads_of_combined(
-                grad_output, picked, rows, (qdata, scale), kept, top_k_weights, of_experts, way, plan, ctx.dtype
+                grad_output, picked, rows, (qdata, scale), kept, top_k_weights, way, plan, ctx.dtype
             )
-            return of.rows, *of.of_weight(), of.factors
+            return of.rows, *of.of_weight(), factors
 
         return (*first_order(grads_of), *[None] * (13 if plan.is_cached else 9))
 
@@ -312,27 +311,30 @@ class _RoutedSwiglu(torch.autograd.Function):
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.plans
-        way, saved = Way.of((ctx.travel, *ctx.saved_tensors))
+        way, saved = Way.of((ctx.travel, *taken(ctx)))
         top_k_weights, hidden, codes_of_rows, scale_of_rows, inner, of_experts, qdata, scale, *kept = saved
-        rows = None if inner is None else Rows(inner, swiglu=True)
-        picked = tokens_of_rows(way.here.order, ctx.tokens)
+        factors = grad_of_factors(grad_output, of_experts, way.here.inverse, top_k_weights)
+        del saved, of_experts
+        picked, rows = tokens_of_rows(way.here.order, ctx.tokens), None if inner is None else Rows(inner, swiglu=True)
         of_down = _grads_of_combined(
-            grad_output, picked, rows, (qdata, scale), kept[ctx.of_up :], top_k_weights, of_experts, way, second,
-            ctx.down_dtype,
-        )  # fmt: skip
+            grad_output, picked, rows, (qdata, scale), kept[ctx.of_up :], top_k_weights, way, second, ctx.down_dtype
+        )
         grad = None if of_down.rows is None else first.rows_of_swiglu(of_down.rows, inner, way.there.offsets)
         if grad is None:
-            return (None, None, None, *of_down.of_weight(), of_down.factors)
+            return (None, None, None, *of_down.of_weight(), factors)
         # Backward takes most memory while the codes of SwiGLU's gradient are written, so the smaller is kept meanwhile:
         # the gradient of the second weight, or the codes that it is made of.
+        of_down = of_down._replace(rows=None)
+        del inner, rows, qdata, scale
         of_weight = None if of_down.can_wait else of_down.of_weight()
         codes = first.tokens_of_grad(grad, way.there.offsets)
         of_weight = of_weight or of_down.of_weight()
+        del of_down
         of_up = _grads_of_gathered(
             grad, codes, None if hidden is None else Rows(hidden, picked), (codes_of_rows, scale_of_rows), ctx.tokens,
             kept[: ctx.of_up], way, first, ctx.up_dtype,
         )  # fmt: skip
-        return (*of_up, *of_weight, of_down.factors)
+        return (*of_up, *of_weight, factors)
 
 
 # Factors that float32 holds: the casts multiply in float32.

@@ -145,8 +145,8 @@ def places_of(inverse: Tensor, tokens: int) -> Tensor:
     return inverse.view(tokens, inverse.shape[0] // max(1, tokens))
 
 
-def grad_of_factors(grad: Tensor, rows: Tensor, inverse: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The gradient of the weights of each token's experts.
+def grad_of_factors(grad: Tensor, rows: Tensor | None, inverse: Tensor, top_k_weights: Tensor) -> Tensor | None:
+    """The gradient of the weights of each token's experts; None without ``rows``.
 
     Args:
         grad: of the sums.
@@ -154,6 +154,8 @@ def grad_of_factors(grad: Tensor, rows: Tensor, inverse: Tensor, top_k_weights: 
         inverse: of the routing.
         top_k_weights: ``[T, top_k]``.
     """
+    if rows is None:
+        return None
     # places_of divides the rows by the tokens, and a rank may have none of either.
     return ops.dots_of_rows(grad, rows, inverse.view(top_k_weights.shape), top_k_weights.dtype)
 
