@@ -56,11 +56,3 @@ def first_order(compute: Callable[..., tuple[Tensor | None, ...]], *args: Any) -
         g if g is None else apply(g, anchor)  # type: ignore[no-untyped-call]
         for g in grads
     )
-
-
-def taken(ctx: Any) -> tuple[Tensor | None, ...]:
-    """What a function saved for backward, which its caller may free, unless the graph is kept."""
-    saved: tuple[Tensor | None, ...] = ctx.saved_tensors
-    if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()
-    return saved

@@ -83,7 +83,7 @@ FAULTS = (
     ),
     (
         "tritonfp8/layers/moe/routed_linear.py",
-        "top_k_weights.reshape(-1)[order])",
+        "top_k_weights.reshape(-1)[way.here.order])",
         "top_k_weights.reshape(-1))",
         "gradients are multiplied by the weights of other experts",
         _EXPERTS,
@@ -222,9 +222,9 @@ FAULTS = (
         _LINEAR,
     ),
     (
-        "tritonfp8/layers/first_order.py",
-        "        ctx.maybe_clear_saved_tensors()\n",
-        "        pass\n",
+        "tritonfp8/layers/moe/routing.py",
+        "            ctx.maybe_clear_saved_tensors()\n",
+        "            pass\n",
         "backward keeps the rows that arrived until its end",
         ("tests/bench/distributed/test_experts_over_ranks.py", "-k", "memory"),
     ),

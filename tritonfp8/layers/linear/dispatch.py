@@ -98,7 +98,7 @@ def _chained(plan: LinearPlan, rows: Tensor, weight: Tensor, recipe: str) -> Lin
 
     ``recipe``: the text of the recipe of ``plan``.
     """
-    if torch.compiler.is_compiling() or dispatch_mode_count() or plan.provider is not LOCAL or plan.source is not CASTS:
+    if torch.compiler.is_compiling() or dispatch_mode_count():
         return plan
     if plan.weight_is_cached or plan.casts_input_again or plan.layer is not None:
         return plan
@@ -138,7 +138,8 @@ def local_linear(
     again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(shared_as)
     layer = counting.take_callers()[0] if counting.is_logging else None
     plan = LinearPlan(recipe, *needs, quantized_weight is not None, provider, source, again, layer)
-    plan = plan if own_rows is not None else _chained(plan, rows, weight, *recipe.args)
+    if own_rows is None and provider is LOCAL and source is CASTS:
+        plan = _chained(plan, rows, weight, *recipe.args)
     specs = Specs(recipe.output.lhs, recipe.grad_weight.rhs if needs[1] else None, recipe.codes["input"])
     data = (rows if own_rows is None else own_rows).detach()
     if again:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.compat.torch_private import statically_known_true
-from tritonfp8.layers.first_order import first_order, taken
+from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import NO_PAIR, Pair, Specs, autocast_dtype
 from tritonfp8.layers.moe.grouped import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
 from tritonfp8.layers.moe.routing import Travel, Way, grad_of_factors, in_dtype, places_of, tokens_of_rows
@@ -258,7 +258,7 @@ class _CombinedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         plan: GroupedPlan = ctx.plan
-        way, (top_k_weights, of_experts, inside, qdata, scale, *kept) = Way.of((ctx.travel, *taken(ctx)))
+        way, (top_k_weights, of_experts, inside, qdata, scale, *kept) = Way.of((ctx.travel, *ctx.saved_tensors), ctx)
         rows = None if inside is None else Rows(inside)
         picked = tokens_of_rows(way.here.order, grad_output.shape[0])
 
@@ -311,7 +311,7 @@ class _RoutedSwiglu(torch.autograd.Function):
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.plans
-        way, saved = Way.of((ctx.travel, *taken(ctx)))
+        way, saved = Way.of((ctx.travel, *ctx.saved_tensors), ctx)
         top_k_weights, hidden, codes_of_rows, scale_of_rows, inner, of_experts, qdata, scale, *kept = saved
         factors = grad_of_factors(grad_output, of_experts, way.here.inverse, top_k_weights)
         del saved, of_experts

@@ -71,8 +71,13 @@ class Way(NamedTuple):
         return self.travel, *self.here, *((None, None, None) if self.travel is None else self.there)
 
     @classmethod
-    def of(cls, args: Sequence[Any]) -> tuple[Way, list[Any]]:
-        """The way that begins with these :attr:`args`, and the arguments behind them."""
+    def of(cls, args: Sequence[Any], ctx: Any = None) -> tuple[Way, list[Any]]:
+        """The way that begins with these :attr:`args`, and the arguments behind them.
+
+        ``ctx``: of a backward that saved the arguments, and may then free them, unless the graph is kept.
+        """
+        if ctx is not None and not torch.compiler.is_compiling():
+            ctx.maybe_clear_saved_tensors()
         travel, *tensors = args
         here = Routing(*tensors[:3])
         return cls(here, here if travel is None else Routing(*tensors[3:6]), travel), tensors[6:]
