@@ -44,7 +44,7 @@ def _range(values: list[float]) -> str:
 
 
 def over_ranks() -> str:
-    """A step of Llama-8B-shaped layers under sequence parallelism: median, fastest, and what is gathered."""
+    """A step of layers of Llama 8B under sequence parallelism: the median, the fastest, and the bytes of gathers."""
     found = data("distributed-8b-slice-tp2-dp1/distributed.json")
     base, *_ = rows = found["rows"]
 

@@ -35,7 +35,7 @@ def layer_chains(name, device):
 
 
 def check(found, tensors, text):
-    """Casts equal those of each op to the bit; on a GPU GEMMs, too, by the same kernels."""
+    """Casts equal the casts of each op to the bit; on a GPU GEMMs, too, by the same kernels."""
     by_step = Chain.of(text).run(tensors, LAUNCHES.__getitem__)
     assert_bitwise_equal(found, by_step)
     for x, expected in zip(found, reference.chain(tensors[0], tensors[1:], text), strict=True):
