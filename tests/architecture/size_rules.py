@@ -58,15 +58,15 @@ ROOM_LINES = {
     "compat": 1350,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; Ctrl-C after a block
     "specs": 1100,  # naming, from conversion; which transposes can be made from codes, and which stored codes have
     "recipes": 660,  # transposed_from, a backward that dequantizes, and files of the recipes of layers
-    "reference": 1380,  # transposes that are made from codes; chains of ops, and how they are recorded
+    "reference": 1390,  # transposes that are made from codes; chains of ops, and how they are recorded
     "tuning": 1520,  # tiles of transposes that are made from codes
-    "launch": 4210,  # transposes that are made from codes, also of several weights and of groups; plans of chains
+    "launch": 4225,  # transposes that are made from codes, also of several weights and of groups; plans of chains; casts into memory that exists
     "ops": 1770,  # transpose_codes, and the rewrites of it; chains in graphs
-    "layers": 6765,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled
+    "layers": 6770,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled
     "functional": 380,
     "conversion": 1840,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 2725,  # load_tensors: an export into a model that generates; the headers of a stream, and its check
-    "rollout": 1640,  # weights for engines; a generator that shares codes, and what differs by modules
+    "rollout": 1650,  # weights for engines; a generator that shares codes, and what differs by modules
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
     "workflow": 3490,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file

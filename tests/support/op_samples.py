@@ -52,6 +52,7 @@ def samples(device):
         yield ops.quantize, (x.t(), *spec.args, True)
         yield ops.quantize, (deep, *spec.args)
         yield ops.quantize, (x, *spec.args, False, reference.amax(x, spec.block))
+        yield ops.quantize_into, (*reference.quantize(x * 0, *spec.args), x, *spec.args)
         yield ops.quantize_both, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
         yield ops.quantize_both_sum, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
         for dtype in (torch.float32, torch.bfloat16):

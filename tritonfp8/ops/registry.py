@@ -79,6 +79,8 @@ _CASTS = {
             needs="amax",
         ),
     ),
+    # By whoever must keep the addresses of codes, or has no memory for a second set of them.
+    "quantize_into": Op("(Tensor(a!) qdata, Tensor(b!) scale, Tensor x, str spec) -> ()"),
     "quantize_both": Op(
         "(Tensor x, str spec, str spec_t, bool codes=False) -> (Tensor, Tensor, Tensor, Tensor)",
         sharding=Rule(
@@ -289,7 +291,7 @@ def _register() -> None:
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
             direct.add(name, overload(name), cpu, cuda, getattr(op.launch, "plannable", None))
-        if name not in {**_SHARDS, **_LISTS, **_OPTIMIZERS}:
+        if name not in {**_SHARDS, **_LISTS, **_OPTIMIZERS, "quantize_into": None}:
             batching.register(f"{NAMESPACE}::{name}", _library)
     run = chained(launch.LAUNCHES[_CHAIN], _overloads)
     for device in ("CPU", "CUDA"):

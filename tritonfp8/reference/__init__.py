@@ -10,6 +10,7 @@ from tritonfp8.reference.casts import (
     quantize,
     quantize_both,
     quantize_both_sum,
+    quantize_into,
     quantize_weights,
     quantize_with_amax,
     transpose,

@@ -135,6 +135,20 @@ class OwnWeight:
         found: Tensor = module._parameters[key]
         return found
 
+    @property
+    def is_cast_in_place(self) -> bool:
+        """Whether codes are written by the cast of a whole weight, so that nothing is read before."""
+        return self.stored and self.gathers is None and not self.tensor.is_meta and self.tensor is not self.parameter
+
+    def cast(self, dtype: torch.dtype | None) -> None:
+        """Write the codes of the weight, at the same address.
+
+        Args:
+            dtype: of autocast, or None.
+        """
+        values = self.parameter.detach()
+        self.tensor.copy_(values if dtype is None else values.to(dtype))
+
     def read(self, dtype: torch.dtype | None) -> Tensor:
         """What the trainer's forward reads of the parameter now, in memory of its own: codes, or values.
 
