@@ -16,6 +16,7 @@ from tritonfp8.conversion.selection import converted
 from tritonfp8.layers import stamp
 from tritonfp8.layers.linear import autocast_dtype, require_module
 from tritonfp8.layers.stored import stored_part
+from tritonfp8.rollout.exact import EXACT_OPTIONS, is_exact
 from tritonfp8.rollout.scoring import check_temperature, chosen_log_probs, inside
 from tritonfp8.rollout.sharing import OwnWeight, own_weights, read_all, second_model
 from tritonfp8.specs.checks import require_type
@@ -231,13 +232,13 @@ class Rollout:
         return self._generated(sequences, mask, chosen, options)
 
     def _compiling(self, compile: bool | None, device: torch.device) -> dict[str, Any]:
-        if compile is None:
-            return {}
-        if not compile:
+        if compile is not None and not compile:
             return {"disable_compile": True}
+        if compile is None and not (is_exact(self.model) and device.type == "cuda"):
+            return {}
         from transformers import CompileConfig
 
-        config = CompileConfig()
+        config = CompileConfig(mode=None, options=EXACT_OPTIONS) if is_exact(self.model) else CompileConfig()
         # A CPU is compiled for only if it is asked for.
         config._compile_all_devices = device.type != "cuda"
         return {"compile_config": config}
