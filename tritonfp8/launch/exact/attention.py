@@ -21,6 +21,7 @@ _STEPS = {"STEP": reference.SUB_TILE, "STEPS": reference.SPLIT // reference.SUB_
 # Rows of a tile, and warps. Fewer rows would take another instruction, which sums in another order.
 _FEW, _MANY = (64, 4), (128, 8)
 _LONGEST = 256
+_STAGES = 2
 _MERGED_ROWS = 4
 _ON_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -86,7 +87,7 @@ def plan_parts(
         b * heads // pack * tiles * count,
         (q, k, v, q if places is None else places, out, logsumexp, *states),
         (heads, t, s, d, tiles, count, *_strides(q, k, v)),
-        {**shared, "PACK": pack, "PARTS": parts, "BLOCK_M": rows, **_STEPS, "STAGES": 2},
+        {**shared, "PACK": pack, "PARTS": parts, "BLOCK_M": rows, **_STEPS, "STAGES": _STAGES},
         num_warps=warps,
         **OPTIONS,
     )
