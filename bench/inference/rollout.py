@@ -34,7 +34,7 @@ EXACT_CODE = {"emulate_precision_casts": True}
 
 
 class Sizes(NamedTuple):
-    """Sizes of what is measured.
+    """Sizes of models and inputs.
 
     Attributes:
         tokens: batches and lengths of training.

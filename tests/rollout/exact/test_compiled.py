@@ -60,7 +60,7 @@ def losses(model, ids, mask):
 
 @pytest.mark.parametrize("kind", ["qwen3", "moe"])
 def test_training_is_one_graph(kind):
-    """Dynamo traces a forward in full, and its gradients are those of eager code."""
+    """Dynamo traces a forward in full, and its gradients equal gradients of eager code."""
     model = exact(kind)
     ids, mask = padded(sequences(), "left")
     losses(model, ids, mask).backward()
