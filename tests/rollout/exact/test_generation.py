@@ -37,9 +37,11 @@ def grpo_steps(model, rollout, steps=2):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", None])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_no_difference_before_and_after_steps(kind, recipe, device):
+    if kind == "moe" and recipe is None:
+        pytest.skip("experts need a recipe")
     model = exact(kind, recipe, device=device)
     rollout = Rollout(model)
     before = [p.detach().clone() for p in model.parameters()]
