@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -48,11 +48,19 @@ def written_before(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name == INDEX or path.suffix == ".safetensors")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The quantization config of the checkpoint in ``folder``.
+@overload
+def read_config(folder: Path) -> dict[str, Any]: ...
+
+
+@overload
+def read_config(folder: Path, is_needed: bool) -> dict[str, Any] | None: ...
+
+
+def read_config(folder: Path, is_needed: bool = True) -> dict[str, Any] | None:
+    """The quantization config of the checkpoint in ``folder``; None of one in high precision, unless it ``is_needed``.
 
     Raises:
-        ValueError: no folder, no config, or one that is no JSON object.
+        ValueError: no folder, no config although there are codes or it ``is_needed``, or one that is no JSON object.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} must be the folder of a checkpoint; it does not exist")
@@ -73,6 +81,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} has no quantization config ({missing}), and {codes} has codes, whose blocks the config would "
             "say: copy it from the checkpoint that the model came from"
         )
+    if not is_needed:
+        return None
     raise ValueError(
         f"{folder} has no quantization config: {missing}. A checkpoint in high precision is read by the loader of its "
         "library"
