@@ -19,7 +19,16 @@ from tritonfp8.conversion import bare, reshard
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.configs import FormatGroup, groups, scales_of_activations
 from tritonfp8.export.experts import rows_of_block
-from tritonfp8.export.files import Read, Stored, given_tensors, headers_of, opened_all, read_config, stored_tensors
+from tritonfp8.export.files import (
+    Read,
+    Stored,
+    find_config,
+    given_tensors,
+    headers_of,
+    opened_all,
+    read_config,
+    stored_tensors,
+)
 from tritonfp8.export.matching import Match, Placed, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
 from tritonfp8.export.report import LoadedLayer, LoadReport, loaded_layer
@@ -87,14 +96,8 @@ def load(
 
 
 def load_any(model: nn.Module, root: Path, device: torch.device) -> LoadReport:
-    """As :func:`load`, and of checkpoints in high precision, too."""
-    return _load(model, root, read_config(root, False), (), device)
-
-
-def specs_of(root: Path) -> list[QuantSpec]:
-    """The specs of the codes that the config of a checkpoint speaks of; none of one in high precision."""
-    config = read_config(root, False)
-    return [] if config is None else [group.row.spec for group in groups(config)]
+    """As :func:`load`, also of checkpoints in high precision."""
+    return _load(model, root, find_config(root), (), device)
 
 
 def _load(
@@ -380,17 +383,16 @@ def _fill(place: Place, x: Tensor) -> Tensor:
 
 def _loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:
     """What the recipe of a layer makes of its new weight."""
-    spec = owner.recipe.output.rhs if is_converted(owner) else None
-    if spec is None:
+    if not is_converted(owner) or owner.recipe.output.rhs is None:
         return LoadedLayer(shown, None)
-    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, spec)
+    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
     return loaded_layer(shown, again, read, dequantize(read, torch.float32), True)
 
 
 def _loaded_experts(
     owner: Any, shown: str, weight: Tensor, read: StoredMatrices | str | None, values: Tensor, is_exact: bool
 ) -> LoadedLayer:
-    """What the recipe of experts makes of their new weight; ``values`` were read, in the dtype of the parameter."""
+    """As :func:`_loaded`; ``values`` were read, in the dtype of the parameter."""
     spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
     if spec is None or weight.dtype not in DTYPES:
         return LoadedLayer(shown, None)

@@ -120,6 +120,28 @@ def test_adapters_train_in_the_trainer(checkpoint, tmp_path, kind, sizes, format
     assert moved == {name for name in before if "lora_" in name}
 
 
+@pytest.mark.parametrize("format", ["fine_grained", "compressed_channel", "compressed_mxfp8"])
+@pytest.mark.parametrize(("kind", "sizes"), [("llama", WHOLE), ("moe", EXPERTS)])
+def test_adapters_train_to_the_bits_of_a_plain_base(checkpoint, tmp_path, kind, sizes, format):
+    """In float32, through every layer: the plain model has the values, and quantizes them in each forward."""
+    folder, found = checkpoint(format, kind, sizes), []
+    for base in (
+        from_pretrained(folder, train="adapters", dtype=torch.float32),
+        model_of(kind, sizes, 1, torch.float32),
+    ):
+        if not any(map(is_stored, base.modules())):
+            tritonfp8.export.load(base, folder)
+            tritonfp8.convert(base, FORMATS[format][1])
+        torch.manual_seed(0)
+        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        losses = train(model, tmp_path / str(len(found)))
+        found.append((losses, {name: x for name, x in values(model).items() if "lora_" in name}))
+    (losses, adapters), (expected, theirs) = found
+    assert losses == expected
+    assert len(set(losses)) > 3
+    assert all(torch.equal(x, theirs[name]) for name, x in adapters.items())
+
+
 def test_supervised_fine_tuning_of_trl(checkpoint, tmp_path):
     from trl import SFTConfig, SFTTrainer
 
