@@ -16,6 +16,7 @@ from tritonfp8.conversion.selection import converted
 from tritonfp8.layers import stamp
 from tritonfp8.layers.linear import autocast_dtype, require_module
 from tritonfp8.layers.stored import stored_part
+from tritonfp8.rollout.casting import CastsInPlace
 from tritonfp8.rollout.continuous import generate_paged
 from tritonfp8.rollout.exact import EXACT_OPTIONS, is_exact
 from tritonfp8.rollout.scoring import RawLogits, check_temperature, chosen_log_probs, inside, processing
@@ -94,6 +95,7 @@ class Rollout:
         # By name the parameter that was read, and its stamp then.
         self._read: dict[str, tuple[Tensor, object]] = {}
         self._cache: tuple[tuple[int, int], Any] | None = None
+        self._cast = CastsInPlace()
         self.refresh()
 
     def __repr__(self) -> str:
@@ -109,7 +111,8 @@ class Rollout:
     def refresh(self) -> None:
         """Take the weights that the trainer has now. Addresses of tensors stay, so CUDA graphs stay valid.
 
-        A whole weight is cast into the codes that exist. What FSDP2 gathers is read before anything is written, so a
+        A whole weight is cast into the codes that exist; on a GPU all of them by one CUDA graph, from the second time
+        on. What FSDP2 gathers is read before anything is written, so a
         second set of these codes is in memory until the end, and all ranks call this together. Ctrl-C leaves the
         weights before or the new ones, and never some of both. After an error all weights count as changed, so
         :meth:`generate` refuses. A weight that the trainer stores in 8 bits needs no refresh.
@@ -124,8 +127,7 @@ class Rollout:
         with uninterrupted():
             for each, x in found:
                 each.write(x)
-            for each in cast:
-                each.cast(self.autocast)
+            self._cast(cast, self.autocast)
             # At the end: after an error in between, each weight that changed still counts as changed.
             self._read = {each.name: (each.parameter, stamp(each.parameter)) for each in self.own}
 
