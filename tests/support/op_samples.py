@@ -84,9 +84,33 @@ def samples(device):
         if call.name in OF_THE_DOCTOR:
             yield getattr(ops, call.name), call.args
     yield from grouped_samples()
+    yield from exact_samples()
     yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))
     yield ops.matmul, (x, *(banded(24, k, dtype=torch.bfloat16).to(device).squeeze(1) for k in (70, 1)))
     yield ops.matmul, (x.t(), banded(70, 130, dtype=torch.bfloat16).t().contiguous().t()[:24].to(device))
+
+
+def exact_samples():
+    """Two sequences, the first with 3 tokens of padding, whose last queries see a cache."""
+    q, k = normal(2, 4, 5, 16, dtype=torch.bfloat16), normal(2, 70, 2, 16, seed=1, dtype=torch.bfloat16)
+    k = k.transpose(1, 2)
+    places = torch.tensor([[3, 60], [0, 7]], dtype=torch.int32)
+    for options in ((), (20, places)):
+        yield ops.exact_attention, (q, k, k.clone(), 0.25, *options)
+        out, logsumexp = reference.exact_attention(q, k, k, 0.25, *options)
+        yield ops.exact_attention_backward, (out, q, k, k.clone(), out, logsumexp, 0.25, *options)
+    x, weight = normal(2, 5, 33, dtype=torch.bfloat16), normal(33, seed=1)
+    for unit_offset in (False, True):
+        out, rstd = reference.rms_norm(x, weight, 1e-5, unit_offset)
+        yield ops.rms_norm, (x, weight, 1e-5, unit_offset)
+        yield ops.rms_norm_backward, (out, x, weight, rstd, unit_offset)
+    yield ops.row_logsumexp, (x,)
+    yield ops.row_logsumexp, (x, 0.7)
+    for activation in ("silu", "gelu_tanh"):
+        yield ops.gated, (x, x.flip(0), activation)
+        yield ops.gated_backward, (x, x, x.flip(0), activation)
+    yield ops.rotary_tables, (torch.arange(10).view(2, 5), normal(8).abs(), 1.0)
+    yield ops.matmul, (x.view(10, 33), x[0], None, True)
 
 
 def grouped_samples():

@@ -95,8 +95,47 @@ def scaled_matmul(a: Tensor, *args: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    b, heads, t, d = q.shape
+    return q.new_empty((b, t, heads, d)), q.new_empty((b, heads, t), dtype=_wide(q))
+
+
+def exact_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> tuple[Tensor, Tensor]:
+    dtype = x.dtype if unit_offset else torch.promote_types(x.dtype, weight.dtype)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[:-1].numel(),), dtype=_wide(x))
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def row_logsumexp(x: Tensor, temperature: float = 1.0) -> Tensor:
+    return x.new_empty(x.shape[:-1], dtype=_wide(x))
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, 2 * inv_freq.shape[0])
+    return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.float32)
 
 
 def _groups(shape: Sequence[int], spec: str, layout: str, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:

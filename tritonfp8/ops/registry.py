@@ -154,10 +154,12 @@ _GEMMS = {
         ),
     ),
     "matmul": Op(
-        "(Tensor a, Tensor b, Tensor? bias=None) -> Tensor",
+        "(Tensor a, Tensor b, Tensor? bias=None, bool batch_invariant=False) -> Tensor",
         kind=matmul_kind,
         sharding=Rule(
-            {"a": Operand("MK"), "b": Operand("NK"), "bias": Operand("N")}, (Operand("MN"),), forbids=("bias",)
+            {"a": Operand("MK"), "b": Operand("NK"), "bias": Operand("N")},
+            (Operand("MN"),),
+            forbids=("bias", "batch_invariant"),
         ),
     ),
 }
@@ -190,6 +192,23 @@ _GROUPED = {
     ),
     "sum_of_rows": Op("(Tensor x, Tensor places, Tensor? factors=None) -> Tensor"),
     "dots_of_rows": Op("(Tensor grad, Tensor x, Tensor places, ScalarType out_dtype) -> Tensor"),
+}
+# The bits of a row depend on this row (this token and those before it) only, so that training and generation agree.
+_ATTENTION = "float scale, int window=0, Tensor? places=None"
+_EXACT = {
+    "exact_attention": Op(f"(Tensor q, Tensor k, Tensor v, {_ATTENTION}) -> (Tensor, Tensor)"),
+    "exact_attention_backward": Op(
+        f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {_ATTENTION}) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+    "rms_norm": Op("(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> (Tensor, Tensor)"),
+    "rms_norm_backward": Op(
+        "(Tensor grad, Tensor x, Tensor weight, Tensor rstd, bool unit_offset=False) -> (Tensor, Tensor)"
+    ),
+    "row_logsumexp": Op("(Tensor x, float temperature=1.0) -> Tensor"),
+    "gated": Op("(Tensor gate, Tensor up, str activation) -> Tensor"),
+    "gated_backward": Op("(Tensor grad, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)"),
+    "rotary_tables": Op("(Tensor positions, Tensor inv_freq, float scaling) -> (Tensor, Tensor)"),
 }
 _HEALTH = {
     "operand_figures": Op(
@@ -227,7 +246,7 @@ _LAYERS = {
         "Tensor? grad_output=None) -> (Tensor, Tensor)"
     ),
 }
-_TABLES = (_CASTS, _SHARDS, _LISTS, _OPTIMIZERS, _GEMMS, _GROUPED, _HEALTH, _LAYERS)
+_TABLES = (_CASTS, _SHARDS, _LISTS, _OPTIMIZERS, _GEMMS, _GROUPED, _EXACT, _HEALTH, _LAYERS)
 OPS: Mapping[str, Op] = MappingProxyType(
     {
         name: dataclasses.replace(

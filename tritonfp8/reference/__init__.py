@@ -4,6 +4,7 @@ Exports one function for each op, with the op's name. Kernels equal the casts to
 tolerances.
 """
 
+from tritonfp8.reference.attention import SPLIT, SUB_TILE, check_attention, exact_attention, exact_attention_backward
 from tritonfp8.reference.casts import (
     amax,
     dequantize,
@@ -16,6 +17,17 @@ from tritonfp8.reference.casts import (
 )
 from tritonfp8.reference.chains import FUNCTIONS, Chain, ChainStep, TensorPlace, chain, recorded
 from tritonfp8.reference.codes import quantize_groups_both, transpose_codes, transpose_group_codes
+from tritonfp8.reference.exact import (
+    check_gated,
+    check_norm,
+    check_temperature,
+    gated,
+    gated_backward,
+    rms_norm,
+    rms_norm_backward,
+    rotary_tables,
+    row_logsumexp,
+)
 from tritonfp8.reference.figures import FIGURES, operand_figures
 from tritonfp8.reference.gemms import matmul, scaled_matmul
 from tritonfp8.reference.grouped import (

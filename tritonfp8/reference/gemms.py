@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8.reference.casts import dequantize
+from tritonfp8.reference.exact import row_products
 
 _ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
 
@@ -62,9 +63,13 @@ def _rows_alone(lhs: Tensor, rhs: Tensor) -> Tensor:
     return torch.stack(rows) if rows else lhs @ rhs.t()
 
 
-def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:
     """``a [M, K] @ b [N, K].T + bias [N]`` in the operands' own dtype: a GEMM that a recipe keeps in high precision.
 
-    The call of a plain layer, so that the bias is added before the sum is rounded, to the bits of that layer.
+    The call of a plain layer, so that the bias is added before the sum is rounded, to the bits of that layer. With
+    ``batch_invariant`` a row of the result has bits of its own, whatever the other rows and their number are.
     """
-    return F.linear(a, b, bias)
+    if not batch_invariant:
+        return F.linear(a, b, bias)
+    out = row_products(a, b)
+    return (out if bias is None else out + bias.double()).to(a.dtype)
