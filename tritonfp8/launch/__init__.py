@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tritonfp8.launch import casts, chains, figures, gemms, optimizer, rows, shards
+from tritonfp8.launch import casts, chains, exact, figures, gemms, optimizer, rows, shards
 from tritonfp8.launch.casts import MOST_WEIGHTS
 from tritonfp8.launch.chains import may_chain
 from tritonfp8.launch.executor import generation, repeat_of
@@ -32,6 +32,12 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
             casts.transpose_codes,
             casts.transpose_group_codes,
             chains.chain,
+            exact.gated,
+            exact.gated_backward,
+            exact.matmul,
+            exact.rms_norm,
+            exact.rms_norm_backward,
+            exact.row_logsumexp,
             figures.operand_figures,
             gemms.scaled_matmul,
             rows.dots_of_rows,

@@ -15,6 +15,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 import tritonfp8
 from tritonfp8 import Float8Experts, functional, recipes
 from tritonfp8.layers.moe import experts as moe_experts
+from tritonfp8.layers.moe.activation import swiglu
 from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 pytestmark = pytest.mark.one_in(3)
@@ -30,11 +31,6 @@ def weights_of(experts):
         weight = weight.transpose(1, 2) if getattr(experts, "is_transposed", False) else weight
         layers.append([(w, None if bias is None else bias[i]) for i, w in enumerate(weight)])
     return list(zip(*layers, strict=True))
-
-
-def swiglu(x):
-    gate, up = x.chunk(2, dim=-1)
-    return nn.functional.silu(gate) * up
 
 
 def loop(experts, recipe, activation=None):
