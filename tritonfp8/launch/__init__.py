@@ -32,6 +32,8 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
             casts.transpose_codes,
             casts.transpose_group_codes,
             chains.chain,
+            exact.exact_attention,
+            exact.exact_attention_backward,
             exact.gated,
             exact.gated_backward,
             exact.matmul,
