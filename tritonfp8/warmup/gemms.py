@@ -104,7 +104,8 @@ class GemmCall(_AnyGemmCall):
     def has_configurations(self, device: torch.device) -> bool:
         """Whether a launch chooses a configuration by this M.
 
-        torch's GEMM of MX operands that were converted has none; a batch-invariant GEMM has another M's configuration.
+        torch's GEMM of MX operands that were converted has none; a batch-invariant GEMM takes the best one that was
+        measured for others, among those that may run it.
         """
         if self.call.named()["batch_invariant"]:
             return False

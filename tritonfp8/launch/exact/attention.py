@@ -31,7 +31,8 @@ class AttentionTile(NamedTuple):
 def _tile(rows: int, d: int, dtype: torch.dtype) -> AttentionTile:
     """One for all numbers of rows where the layout of a tile decides the order of its sums."""
     if dtype == torch.float32:
-        return AttentionTile(64, 8, 1)
+        # Without tensor cores a thread has an element of few rows: more spill.
+        return AttentionTile(16, 8, 1)
     if d > 128:
         return AttentionTile(64, 8, 2)
     return AttentionTile(64, 4, 2) if rows <= 64 else AttentionTile(128, 8, 2)
@@ -86,7 +87,7 @@ def plan_tiles(
     group, heads = hq // hkv, b * hkv
     rows, slots = t * group, _slots(t, s, window)
     tile = tile or _tile(rows, d, q.dtype)
-    in_parts = rows <= tile.rows and slots > 1 if in_parts is None else in_parts
+    in_parts = rows <= tile.rows and (slots > 1 if in_parts is None else in_parts)
     # A cache may have anything behind its last query: pointers leave that out.
     tma = (plan.device.has_tma if tma is None else tma) and places is None and all(map(_has_tma_layout, (k, v)))
     out, logsumexp = plan.empty((b, t, hq, d), q.dtype), plan.empty((b, hq, t), torch.float32)
