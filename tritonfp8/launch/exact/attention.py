@@ -164,7 +164,7 @@ def plan_exact_attention_backward(
         "SCALE": scale, "GROUP": group, "D": d, "BLOCK_D": block_d, "BLOCK_M": block, "BLOCK_N": block,
         "PLACES": places is not None, "WINDOW": window > 0, "PRECISION": _precision(q),
     }  # fmt: skip
-    options = {"num_warps": 8 if d > 128 else 4, "num_stages": 1 if is_wide or d > 128 else 2}
+    options = {"num_warps": 8 if d > 64 else 4, "num_stages": 1 if is_wide or d > 128 else 2}
     sizes = (heads, hkv, t, s, window)
     strides = [stride for x in (grad, q, k, v) for stride in x.strides[:3]]
     tensors = (grad, q, k, v, logsumexp, delta, places)

@@ -24,7 +24,7 @@ def _rows(x: View) -> View | None:
 
 
 def _warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
+    return min(max(block // 512, 1), 32)
 
 
 def plan_rms_norm(plan: Planner, x: View, weight: View, eps: float, unit_offset: bool) -> list[View] | None:
