@@ -50,16 +50,16 @@ def rms_norm_kernel(
 ):  # fmt: skip
     """``out [rows, N]`` and ``rstd [rows]``; see ``tritonfp8.reference.rms_norm``. One row a program."""
     begin(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
-    x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row.to(tl.int64) * stride_x + cols, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     wide = x.to(tl.float32)
     rstd = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(_mean_of_squares(wide, N) + EPS))
     normalized = wide * rstd
     out = normalized * (weight + 1.0) if UNIT_OFFSET else normalized.to(x.dtype).to(tl.float32) * weight
-    tl.store(out_ptr + row * N + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row.to(tl.int64) * N + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(rstd_ptr + row, rstd)
 
 
@@ -77,9 +77,9 @@ def rms_norm_backward_kernel(
         factor += 1.0
     of_weight = tl.zeros((BLOCK,), tl.float32)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = tl.zeros((), tl.int64) + i
-        x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0)
-        grad = tl.load(grad_ptr + row * stride_grad + cols, mask=mask, other=0.0).to(tl.float32)
+        row = tl.zeros((), tl.int32) + i
+        x = tl.load(x_ptr + row.to(tl.int64) * stride_x + cols, mask=mask, other=0.0)
+        grad = tl.load(grad_ptr + row.to(tl.int64) * stride_grad + cols, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row)
         normalized = x.to(tl.float32) * rstd
         rounded = normalized if UNIT_OFFSET else normalized.to(x.dtype).to(tl.float32)
@@ -87,7 +87,7 @@ def rms_norm_backward_kernel(
         of_normalized = grad * factor
         dot = tl.sum(of_normalized * normalized, 0) / N
         out = (of_normalized - normalized * dot) * rstd
-        tl.store(out_ptr + row * N + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row.to(tl.int64) * N + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * N + cols, of_weight, mask=mask)
 
 
@@ -110,12 +110,14 @@ def row_logsumexp_kernel(
 ):
     """``out [rows]``: the logsumexp of ``x [rows, N] / TEMPERATURE``. One row a program, in blocks in order."""
     begin(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     for start in range(0, N, BLOCK):
-        x = tl.load(x_ptr + row * stride_x + start + cols, mask=start + cols < N, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptr + row.to(tl.int64) * stride_x + start + cols, mask=start + cols < N, other=float("-inf")).to(
+            tl.float32
+        )
         if TEMPERATURE != 1.0:
             x = tl.div_rn(x, tl.full((BLOCK,), TEMPERATURE, tl.float32))
         raised = larger_or_nan(largest, reduce_max(x, 0))
@@ -165,13 +167,13 @@ def gated_kernel(
     """``out = activation(gate) * up`` of ``[rows, N]``, the activation rounded to the dtype of ``gate``."""
     begin(DEPENDENT)
     tiles = tl.cdiv(N, BLOCK)
-    row = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tl.program_id(0) // tiles
     col = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
     mask = col < N
-    gate = tl.load(gate_ptr + row * stride_gate + col, mask=mask, other=0.0)
-    up = tl.load(up_ptr + row * stride_up + col, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row.to(tl.int64) * stride_gate + col, mask=mask, other=0.0)
+    up = tl.load(up_ptr + row.to(tl.int64) * stride_up + col, mask=mask, other=0.0).to(tl.float32)
     rounded = _activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
-    tl.store(out_ptr + row * N + col, (rounded * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row.to(tl.int64) * N + col, (rounded * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -182,14 +184,16 @@ def gated_backward_kernel(
     """The gradients of ``gate`` and ``up``, ``[rows, N]``."""
     begin(DEPENDENT)
     tiles = tl.cdiv(N, BLOCK)
-    row = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tl.program_id(0) // tiles
     col = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
     mask = col < N
-    grad = tl.load(grad_ptr + row * stride_grad + col, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * stride_gate + col, mask=mask, other=0.0)
-    up = tl.load(up_ptr + row * stride_up + col, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + row.to(tl.int64) * stride_grad + col, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row.to(tl.int64) * stride_gate + col, mask=mask, other=0.0)
+    up = tl.load(up_ptr + row.to(tl.int64) * stride_up + col, mask=mask, other=0.0).to(tl.float32)
     x = gate.to(tl.float32)
     rounded = _activated(x, ACTIVATION).to(gate.dtype).to(tl.float32)
     of_activated = (grad * up).to(gate.dtype).to(tl.float32)
-    tl.store(out_gate_ptr + row * N + col, (of_activated * _slope(x, ACTIVATION)).to(gate.dtype), mask=mask)
-    tl.store(out_up_ptr + row * N + col, (grad * rounded).to(gate.dtype), mask=mask)
+    tl.store(
+        out_gate_ptr + row.to(tl.int64) * N + col, (of_activated * _slope(x, ACTIVATION)).to(gate.dtype), mask=mask
+    )
+    tl.store(out_up_ptr + row.to(tl.int64) * N + col, (grad * rounded).to(gate.dtype), mask=mask)

@@ -4,7 +4,7 @@ Exports one function for each op, with the op's name. Kernels equal the casts to
 tolerances.
 """
 
-from tritonfp8.reference.attention import SPLIT, SUB_TILE, check_attention, exact_attention, exact_attention_backward
+from tritonfp8.reference.attention import check_attention, exact_attention, exact_attention_backward
 from tritonfp8.reference.casts import (
     amax,
     dequantize,

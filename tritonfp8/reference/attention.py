@@ -56,12 +56,12 @@ def exact_attention(
             index = first[:, None] + torch.arange(step, step + SUB_TILE, device=q.device)
             # Not behind the last query either: a cache may have anything there.
             exists = (index >= 0) & (index < (query[:, None] + t).clamp(max=s))
-            keys = index.view(b, 1, 1, 1, SUB_TILE)
-            seen = exists.view(b, 1, 1, 1, SUB_TILE) & (keys <= rows)
+            at = index.view(b, 1, 1, 1, SUB_TILE)
+            seen = exists.view(b, 1, 1, 1, SUB_TILE) & (at <= rows)
             if window:
-                seen = seen & (keys > rows - window)
-            tiles = [_taken(x, index, exists) for x in (k, v)]
-            part = _step(part, queries, *tiles, seen, scale)
+                seen = seen & (at > rows - window)
+            keys, values = (_taken(x, index, exists) for x in (k, v))
+            part = _step(part, queries, keys, values, seen, scale)
         total = _merged(total, part)
     largest, weight, sums = total
     none = weight == 0

@@ -9,6 +9,7 @@ not, so that activations are written with these.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,8 +189,8 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> t
     return grad_gate.to(gate.dtype).contiguous(), (grads * rounded).to(up.dtype).contiguous()
 
 
-def check_gated(gate: Tensor, up: Tensor, activation: str) -> None:
-    """Check the arguments of :func:`gated`.
+def check_gated(gate: Any, up: Any, activation: str) -> None:
+    """Check the arguments of :func:`gated`, tensors or views.
 
     Raises:
         ValueError: an unknown activation; or ``gate`` and ``up`` differ in shape or dtype.

@@ -63,7 +63,8 @@ def write(to: Tensor, codes: Tensor) -> None:
 
 def swiglu(x: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``x [rows, 2 F]``, the gate first, ``[rows, F]``; each of the two ops rounds."""
-    return gated(*x.chunk(2, dim=-1), "silu")
+    gate, up = x.chunk(2, dim=-1)
+    return gated(gate, up, "silu")
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
