@@ -33,7 +33,8 @@ NAMES = {
         "TensorStream", "load_tensors", "plan", "save", "tensors",
     ),
     "tritonfp8.rollout": (
-        "Checked", "ENGINE_NAMES", "EngineName", "Generated", "Receiver", "Rollout", "check", "log_probs", "send",
+        "Checked", "ENGINE_NAMES", "EngineName", "Generated", "Receiver", "Rollout", "check", "log_probs",
+        "make_exact", "send", "why_inexact",
     ),
     "tritonfp8.distributed": (
         "Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput", "count_collective_bytes",

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -58,7 +59,7 @@ def command_line() -> str:
     kept = [Path(a).name if Path(a).is_absolute() else a for a in kept]
     spec = sys.modules["__main__"].__spec__
     program = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
-    return " ".join([*program, *kept])
+    return " ".join([*program, *(shlex.quote(a) for a in kept)])
 
 
 def write_results(path: Path, data: dict) -> None:

@@ -24,6 +24,21 @@ def speeds() -> str:
     return table(("layers", *(f"{recipe}: speed, memory" for recipe in recipes)), lines)
 
 
+def experts() -> str:
+    """Time of torch's bf16 over the time of layers of experts, and their peak memory over its peak memory."""
+    rows = data("transposes-experts.json")["rows"]
+    base = {row["shape"]: row for row in rows if row["recipe"] == "bf16"}
+
+    def cell(row: dict[str, Any]) -> str:
+        of = base[row["shape"]]
+        return f"{of['seconds'] / row['seconds']:.{BAR}f}, {row['peak_bytes'] / of['peak_bytes']:.{BAR}f}"
+
+    contenders = list(dict.fromkeys((row["recipe"], row["from"]) for row in rows if row["from"]))
+    cells = {(row["shape"], row["recipe"], row["from"]): cell(row) for row in rows}
+    lines = [(shape, *(cells[shape, *contender] for contender in contenders)) for shape in base]
+    return table(("over bf16: speed, memory", *(f"{recipe} from {source}" for recipe, source in contenders)), lines)
+
+
 def losses() -> str:
     """The held-out loss over bf16's of the same seed: the mean over seeds and its range, by model and recipe."""
     lines = []
@@ -95,6 +110,7 @@ def experts_over_ranks() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "transposes": speeds,
+    "transposes experts": experts,
     "transposes losses": losses,
     "transposes over ranks": over_ranks,
     "transposes kernels": kernels_over_ranks,

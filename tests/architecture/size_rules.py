@@ -54,19 +54,19 @@ def class_name_violations(modules):
 
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
-    "kernels": 4850,  # attention, norms, gates and a GEMM whose rows have bits of their own; transposes from codes
-    "compat": 1400,  # cuDNN's gradient of attention; whether a graph is compiled or recorded; Ctrl-C after a block
+    "kernels": 4900,  # transposes that are made from codes, also of several weights and of groups; tiles in turn
+    "compat": 1390,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; Ctrl-C after a block
     "specs": 1100,  # naming, from conversion; which transposes can be made from codes, and which stored codes have
     "recipes": 660,  # transposed_from, a backward that dequantizes, and files of the recipes of layers
-    "reference": 1840,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains of ops
-    "tuning": 1570,  # configurations of batch-invariant GEMMs; tiles of transposes that are made from codes
-    "launch": 4740,  # launches of ops whose rows have bits of their own; transposes from codes; plans of chains
+    "reference": 1880,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains of ops
+    "tuning": 1520,  # tiles of transposes that are made from codes
+    "launch": 4700,  # transposes that are made from codes, also of several weights and of groups; plans of chains
     "ops": 1840,  # the rows and fakes of ops whose rows have bits of their own; transpose_codes; chains in graphs
-    "layers": 6765,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled
+    "layers": 6785,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled
     "functional": 380,
-    "conversion": 1840,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
+    "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 2725,  # load_tensors: an export into a model that generates; the headers of a stream, and its check
-    "rollout": 1640,  # weights for engines; a generator that shares codes, and what differs by modules
+    "rollout": 2440,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
     "workflow": 3490,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file
@@ -81,8 +81,8 @@ ROOM_LINES = {
 
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
-# Codes in each mode; health in trainers; advice; diffusion; weights for a copy, and for engines; generators; chains
-TEST_LINES = 53_500
+# Codes in each mode; health; advice; diffusion; weights for a copy, and for engines; generators; chains; exact models
+TEST_LINES = 53_700
 
 
 def room_violations(modules, limits=None):

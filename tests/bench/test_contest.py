@@ -269,6 +269,7 @@ def test_the_machine_is_described_without_its_name():
         (["--only", "launch", "--out", "/secret/place", "--quick"], "report --only launch --quick"),
         (["--out=/secret/place"], "report"),
         (["--shapes", "odd"], "report --shapes odd"),
+        (["--shapes", "deepseek v3,odd"], "report --shapes 'deepseek v3,odd'"),
     ],
 )
 def test_the_command_is_noted_without_a_path_of_the_machine(monkeypatch, arguments, kept):

@@ -51,3 +51,12 @@ def test_teach(tmp_path):
     (first, last), (first_in_fp8, last_in_fp8) = re.findall(r"loss: ([\d.]+) at the first step, ([\d.]+)", shown)
     assert float(last) < 0.1 * float(first)
     assert float(last_in_fp8) < 0.1 * float(first_in_fp8)
+
+
+def test_grpo_exact(tmp_path):
+    """The importance ratio is 1 to the bit until the weights change."""
+    shown = run("grpo_exact.py", "--steps", "6", folder=tmp_path)
+    assert "update 1 of each batch: ratios 1.0 to 1.0" in shown
+    low, high = re.search(r"update 2 of each batch: ratios (\S+) to (\S+)", shown).groups()
+    assert float(low) < 0.99
+    assert float(high) > 1.01

@@ -1,4 +1,4 @@
-"""The casts compile: for Hopper without spills and in vectors, for Ada and Blackwell at all."""
+"""Casts and figures compile: for Hopper without spills and in vectors, for Ada and Blackwell at all."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ import torch
 from tritonfp8.kernels.cast.columns import quantize_columns_kernel, quantize_left_kernel
 from tritonfp8.kernels.cast.quantize import column_sums_kernel, maxima_kernel, partial_amax_kernel, quantize_kernel
 from tritonfp8.kernels.cast.rows import quantize_rows_kernel
-from tritonfp8.launch import casts, executor
+from tritonfp8.launch import casts, executor, figures
 from tritonfp8.launch.gemms import widened
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 from tritonfp8.tuning import cast_tiles
@@ -167,3 +167,12 @@ def test_other_calls_compile_for_every_target(compiled, call, count, narrow, cc)
             assert sum(width < size for width in shared_bytes_at_once(report.ptx)) <= most
             assert "ld.global.v4.b32" in report.ptx
             assert "st.global.v4.b32" in report.ptx
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_figures(compiled, quantized, cc):
+    x, whole = torch.empty(2, 64, 256, dtype=torch.bfloat16, device="meta"), torch.empty(2, device="meta")
+    loss = (x.float(), x.to(torch.float8_e4m3fn), whole, whole) if quantized else ()
+    found = compiled(cc, lambda: figures.operand_figures(x, whole, x[0].numel(), 448.0, *loss), figures)
+    assert [report.spill_bytes for _, report in found] == [0, 0], [report.log for _, report in found]

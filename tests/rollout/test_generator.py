@@ -227,8 +227,8 @@ def _new_norm(model):
 CHANGES = {
     "norm": (_new_norm, "model.norm has other Parameters or another recipe than when the Rollout was made"),
     "recipe": (lambda model: tritonfp8.swap_recipe(model, "blockwise"), "q_proj has other Parameters or another rec"),
-    "dtype": (lambda model: model.float(), "q_proj.weight was moved or cast since the Rollout was made"),
-    "device": (lambda model: model.to("meta"), "q_proj.weight was moved or cast since the Rollout was made"),
+    "dtype": (lambda model: model.float(), "q_proj.weight was moved, cast or resized since the Rollout was made"),
+    "device": (lambda model: model.to("meta"), "q_proj.weight was moved, cast or resized since the Rollout was made"),
 }
 
 
@@ -244,10 +244,13 @@ def test_another_model_needs_another_rollout(change):
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize(("place", "is_new"), [("read", False), ("write", True)])
+@pytest.mark.parametrize(("place", "is_new"), [("read", False), ("write", True), ("cast", True)])
 def test_ctrl_c_leaves_the_old_or_the_new_weights(monkeypatch, place, is_new):
     model = trainer()
-    rollout, before = Rollout(model), None
+    rollout = Rollout(model)
+    if place != "cast":
+        # As what FSDP2 gathers.
+        monkeypatch.setattr(sharing.OwnWeight, "is_cast_in_place", False)
     before = bits_of(rollout)
     step(model)
     real, calls = getattr(sharing.OwnWeight, place), []
@@ -271,10 +274,10 @@ def test_an_error_in_a_refresh_is_no_refresh(monkeypatch):
     rollout = Rollout(model)
     step(model)
 
-    def fails(self, x):
+    def fails(self, dtype):
         raise torch.OutOfMemoryError("of the test")
 
-    monkeypatch.setattr(sharing.OwnWeight, "write", fails)
+    monkeypatch.setattr(sharing.OwnWeight, "cast", fails)
     with pytest.raises(torch.OutOfMemoryError):
         rollout.refresh()
     assert len(rollout.changed()) == 14

@@ -52,6 +52,7 @@ def samples(device):
         yield ops.quantize, (x.t(), *spec.args, True)
         yield ops.quantize, (deep, *spec.args)
         yield ops.quantize, (x, *spec.args, False, reference.amax(x, spec.block))
+        yield ops.quantize_into, (*reference.quantize(x * 0, *spec.args), x, *spec.args)
         yield ops.quantize_both, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
         yield ops.quantize_both_sum, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
         for dtype in (torch.float32, torch.bfloat16):
@@ -157,6 +158,8 @@ def grouped_samples():
     yield ops.sum_of_rows, (x, places)
     yield ops.sum_of_rows, (x.bfloat16(), places, normal(tokens // 4, 4, seed=5))
     of_sums = normal(tokens // 4, x.shape[1], seed=6).mul(4).round()
+    for normalize in (False, True):
+        yield ops.routed, (normal(tokens, 9, seed=7), 3, normalize)
     yield ops.dots_of_rows, (of_sums, x.mul(4).round(), places, torch.float32)
 
 

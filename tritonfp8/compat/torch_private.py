@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.utils._python_dispatch as _python_dispatch
 from packaging.version import Version
+from torch import Tensor
 
 from tritonfp8.compat.versions import supported
 
@@ -161,6 +162,15 @@ can_set_data: Callable[[torch.Tensor, torch.Tensor], bool] = torch._has_compatib
 without_torch_function: Any = _C._disabled_torch_function_impl
 """The ``__torch_function__`` of a tensor type that implements ops, and leaves functions to torch."""
 
+
+def _check_now(holds: torch.Tensor, message: str) -> None:
+    if not bool(holds):
+        raise RuntimeError(message)
+
+
+assert_later: Callable[[torch.Tensor, str], None] = getattr(torch, "_assert_async", _check_now)
+"""Raise RuntimeError unless a bool tensor of one element holds; on a GPU when the kernel runs, and the host goes on."""
+
 foreach_copy: Any = getattr(torch.ops.aten, "_foreach_copy_").default  # noqa: B009
 """The op that copies several tensors at once."""
 
@@ -244,3 +254,33 @@ def is_called_by(module: str, dispatch: FrameType | None) -> bool:
     """Whether a function of this module called the operation that a tensor subclass dispatches in this frame."""
     caller = None if dispatch is None else dispatch.f_back
     return caller is not None and caller.f_globals.get("__name__") == module
+
+
+def has_cudnn_attention() -> bool:
+    """Whether torch has cuDNN's gradient of attention as an op, and cuDNN to run it."""
+    return (
+        hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward") and torch.backends.cudnn.is_available()
+    )
+
+
+def cudnn_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of causal attention by cuDNN, from a result and a logsumexp that another kernel computed.
+
+    Args:
+        grad: of ``out``, ``[B, T, Hq, D]``.
+        q: ``[B, Hq, T, D]``.
+        k, v: ``[B, Hkv, T, D]``.
+        out: ``[B, T, Hq, D]``.
+        logsumexp: float32 ``[B, Hq, T]``, natural logarithms.
+        scale: of the scores.
+    """
+    t = q.shape[2]
+    # Without dropout nothing reads the state of the random generator.
+    none = torch.empty((), dtype=torch.int64, device=q.device)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad.transpose(1, 2), q, k, v, out.transpose(1, 2), logsumexp.unsqueeze(-1), none, none,
+        None, None, None, t, t, 0.0, True, scale=scale,
+    )  # fmt: skip
+    return found

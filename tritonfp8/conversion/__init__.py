@@ -15,4 +15,4 @@ from tritonfp8.conversion.report import ConversionReport
 from tritonfp8.conversion.selection import Recipes, cost, linears, sizes_of
 from tritonfp8.conversion.shares import fp8_share
 from tritonfp8.conversion.sharing import share_inputs, unshare_inputs
-from tritonfp8.conversion.wrapped import bare, reshard
+from tritonfp8.conversion.wrapped import bare, is_fsdp, reshard

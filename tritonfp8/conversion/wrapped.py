@@ -19,6 +19,11 @@ def bare(model: nn.Module) -> nn.Module:
 def reshard(model: nn.Module) -> None:
     """Let FSDP2 drop what it gathered: a gathered weight is rounded or in 8 bits, and the root would keep it."""
     for module in model.modules():
-        # By name: torch's FSDP need not be imported.
-        if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+        if is_fsdp(module):
             module.reshard()  # type: ignore[operator]
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to a module."""
+    # By name: torch's FSDP need not be imported.
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)

@@ -25,6 +25,7 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
             casts.dequantize,
             casts.quantize,
             casts.quantize_both,
+            casts.quantize_into,
             casts.quantize_both_sum,
             casts.quantize_weights,
             casts.quantize_with_amax,

@@ -79,6 +79,8 @@ _CASTS = {
             needs="amax",
         ),
     ),
+    # By whoever must keep the addresses of codes, or has no memory for a second set of them.
+    "quantize_into": Op("(Tensor(a!) qdata, Tensor(b!) scale, Tensor x, str spec) -> ()"),
     "quantize_both": Op(
         "(Tensor x, str spec, str spec_t, bool codes=False) -> (Tensor, Tensor, Tensor, Tensor)",
         sharding=Rule(
@@ -191,6 +193,7 @@ _GROUPED = {
         "(Tensor grad, Tensor gate_up, Tensor offsets, str spec, str spec_t) -> (Tensor, Tensor)",
     ),
     "sum_of_rows": Op("(Tensor x, Tensor places, Tensor? factors=None) -> Tensor"),
+    "routed": Op("(Tensor logits, int top_k, bool normalize) -> (Tensor, Tensor)"),
     "dots_of_rows": Op("(Tensor grad, Tensor x, Tensor places, ScalarType out_dtype) -> Tensor"),
 }
 # The bits of a row depend on this row (this token and those before it) only, so that training and generation agree.
@@ -308,7 +311,7 @@ def _register() -> None:
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
             direct.add(name, overload(name), cpu, cuda, getattr(op.launch, "plannable", None))
-        if name not in {**_SHARDS, **_LISTS, **_OPTIMIZERS}:
+        if name not in {**_SHARDS, **_LISTS, **_OPTIMIZERS, "quantize_into": None}:
             batching.register(f"{NAMESPACE}::{name}", _library)
     run = chained(launch.LAUNCHES[_CHAIN], _overloads)
     for device in ("CPU", "CUDA"):

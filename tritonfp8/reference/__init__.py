@@ -4,13 +4,14 @@ Exports one function for each op, with the op's name. Kernels equal the casts to
 tolerances.
 """
 
-from tritonfp8.reference.attention import check_attention, exact_attention, exact_attention_backward
+from tritonfp8.reference.attention import SPLIT, SUB_TILE, check_attention, exact_attention, exact_attention_backward
 from tritonfp8.reference.casts import (
     amax,
     dequantize,
     quantize,
     quantize_both,
     quantize_both_sum,
+    quantize_into,
     quantize_weights,
     quantize_with_amax,
     transpose,
@@ -47,4 +48,5 @@ from tritonfp8.reference.grouped import (
     swiglu_backward_amax,
 )
 from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
+from tritonfp8.reference.routing import routed
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards

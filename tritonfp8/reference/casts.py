@@ -136,6 +136,19 @@ def quantize(
     return codes.contiguous().view(fmt.dtype), empty_scale(x.shape, s.block, s.scale_format, x.device).copy_(scale)
 
 
+def quantize_into(qdata: Tensor, scale: Tensor, x: Tensor, spec: str) -> None:
+    """Write :func:`quantize` of ``x`` over codes and scales that exist.
+
+    Args:
+        qdata: the shape of ``x``, in the 8-bit dtype of the spec.
+        scale: as :func:`quantize` returns it, with any strides.
+        x: ``[..., K]``, any floating dtype.
+        spec: the text of a :class:`~tritonfp8.QuantSpec`.
+    """
+    for target, found in zip((qdata, scale), quantize(x, spec), strict=True):
+        target.copy_(found)
+
+
 def quantize_both(x: Tensor, spec: str, spec_t: str, codes: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``x [M, N]`` and ``x.T``: ``(*quantize(x, spec), *quantize(x, spec_t, transpose=True))``, four tensors.
 

@@ -9,6 +9,7 @@
 generator  Rollout: generates with the codes that the trainer's forward reads
 sharing    which tensors both models have in common, and which the generator owns
 scoring    log_probs: the log-probs of tokens by the trainer's forward
+exact      make_exact: the same bits of each token in training and in generation
 checking   check: the largest difference of log-probs, and the first module that differs
 names      which tensors of a stream lie in which tensor of an engine, as a table
 shards     which part of them a rank has, and where in the engine's tensor it lies
@@ -17,6 +18,7 @@ transfer   send, and what an engine's ranks receive: the bytes of their shards, 
 """
 
 from tritonfp8.rollout.checking import Checked, check
+from tritonfp8.rollout.exact import make_exact, why_inexact
 from tritonfp8.rollout.generator import Generated, Rollout
 from tritonfp8.rollout.names import ENGINE_NAMES, EngineName
 from tritonfp8.rollout.receiver import Receiver
@@ -32,5 +34,7 @@ __all__ = [
     "Rollout",
     "check",
     "log_probs",
+    "make_exact",
     "send",
+    "why_inexact",
 ]

@@ -16,6 +16,7 @@ from tritonfp8.conversion.selection import converted
 from tritonfp8.layers import stamp
 from tritonfp8.layers.linear import autocast_dtype, require_module
 from tritonfp8.layers.stored import stored_part
+from tritonfp8.rollout.exact import EXACT_OPTIONS, is_exact
 from tritonfp8.rollout.scoring import check_temperature, chosen_log_probs, inside
 from tritonfp8.rollout.sharing import OwnWeight, own_weights, read_all, second_model
 from tritonfp8.specs.checks import require_type
@@ -104,19 +105,23 @@ class Rollout:
     def refresh(self) -> None:
         """Take the weights that the trainer has now. Addresses of tensors stay, so CUDA graphs stay valid.
 
-        All weights are read before the first one is written, so a second set of codes is in memory until the end. An
-        error or Ctrl-C leaves the weights before or the new ones, and never some of both. Under FSDP2 all ranks call
-        this together. A weight that the trainer stores in 8 bits needs no refresh.
+        A whole weight is cast into the codes that exist. What FSDP2 gathers is read before anything is written, so a
+        second set of these codes is in memory until the end, and all ranks call this together. Ctrl-C leaves the
+        weights before or the new ones, and never some of both. After an error all weights count as changed, so
+        :meth:`generate` refuses. A weight that the trainer stores in 8 bits needs no refresh.
 
         Raises:
             ValueError: the model has other Parameters, layers or recipes than when the Rollout was made.
         """
         self._check_same()
         reshard(self._outer)
-        found = list(read_all(self.own, self.autocast))
+        cast = [each for each in self.own if each.is_cast_in_place]
+        found = list(read_all([each for each in self.own if not each.is_cast_in_place], self.autocast))
         with uninterrupted():
             for each, x in found:
                 each.write(x)
+            for each in cast:
+                each.cast(self.autocast)
             # At the end: after an error in between, each weight that changed still counts as changed.
             self._read = {each.name: (each.parameter, stamp(each.parameter)) for each in self.own}
 
@@ -136,9 +141,12 @@ class Rollout:
     def _check_same(self) -> None:
         # Before the first refresh nothing was read.
         for each in self.own if self._read else []:
-            now = each.parameter.device, self.autocast or each.parameter.dtype
-            if each.gathers is None and now != (each.tensor.device, each.tensor.dtype):
-                raise ValueError(f"{each.name} was moved or cast since the Rollout was made: make another Rollout")
+            x = each.parameter
+            now = x.device, self.autocast or x.dtype, x.shape
+            if each.gathers is None and now != (each.tensor.device, each.tensor.dtype, each.tensor.shape):
+                raise ValueError(
+                    f"{each.name} was moved, cast or resized since the Rollout was made: make another Rollout"
+                )
         own = {(module, key) for each in self.own for module, key in each.places}
         sources = dict(self.trainer.named_modules())
         for name, module in self.model.named_modules():
@@ -224,13 +232,13 @@ class Rollout:
         return self._generated(sequences, mask, chosen, options)
 
     def _compiling(self, compile: bool | None, device: torch.device) -> dict[str, Any]:
-        if compile is None:
-            return {}
-        if not compile:
+        if compile is not None and not compile:
             return {"disable_compile": True}
+        if compile is None and not (is_exact(self.model) and device.type == "cuda"):
+            return {}
         from transformers import CompileConfig
 
-        config = CompileConfig()
+        config = CompileConfig(mode=None, options=EXACT_OPTIONS) if is_exact(self.model) else CompileConfig()
         # A CPU is compiled for only if it is asked for.
         config._compile_all_devices = device.type != "cuda"
         return {"compile_config": config}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tritonfp8.conversion import bare
+from tritonfp8.rollout.exact import row_logsumexp
 from tritonfp8.specs.checks import require_type
 
 
@@ -30,8 +30,9 @@ def chosen_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -
     Returns:
         float32 ``[...]``, with the gradient of ``logits``.
     """
-    found = torch.log_softmax(logits.float() / temperature, -1)
-    return found.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    # The sum over the vocabulary has one order; what follows is element by element.
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return chosen.float() / temperature - row_logsumexp(logits, temperature)
 
 
 def log_probs(

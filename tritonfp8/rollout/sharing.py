@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.compat import without_fsdp
-from tritonfp8.conversion import share_inputs, unshare_inputs
+from tritonfp8.conversion import is_fsdp, share_inputs, unshare_inputs
 from tritonfp8.conversion.selection import converted
 from tritonfp8.layers import ParameterHooks
 from tritonfp8.layers.linear import is_converted, is_distributed, source_of
@@ -135,6 +135,20 @@ class OwnWeight:
         found: Tensor = module._parameters[key]
         return found
 
+    @property
+    def is_cast_in_place(self) -> bool:
+        """Whether codes are written by the cast of a whole weight, so that nothing is read before."""
+        return self.stored and self.gathers is None and not self.tensor.is_meta and self.tensor is not self.parameter
+
+    def cast(self, dtype: torch.dtype | None) -> None:
+        """Write the codes of the weight, at the same address.
+
+        Args:
+            dtype: of autocast, or None.
+        """
+        values = self.parameter.detach()
+        self.tensor.copy_(values if dtype is None else values.to(dtype))
+
     def read(self, dtype: torch.dtype | None) -> Tensor:
         """What the trainer's forward reads of the parameter now, in memory of its own: codes, or values.
 
@@ -212,8 +226,7 @@ def _gathering(name: str, modules: dict[str, nn.Module], outer: nn.Module) -> An
     """The nearest module at or above ``name`` to which ``fully_shard`` was applied, or None."""
     parts = name.split(".") if name else []
     above = [modules[".".join(parts[:n])] for n in range(len(parts), -1, -1)]
-    # By name: torch's FSDP need not be imported.
-    return next((m for m in (*above, outer) if any(cls.__name__ == "FSDPModule" for cls in type(m).__mro__)), None)
+    return next((m for m in (*above, outer) if is_fsdp(m)), None)
 
 
 def read_all(own: list[OwnWeight], dtype: torch.dtype | None) -> Iterator[tuple[OwnWeight, Tensor]]:

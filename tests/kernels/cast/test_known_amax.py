@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import MATRICES, SPEC_OF_BLOCK, each_device, normal
+from cases import MATRICES, SPEC_OF_BLOCK, banded, each_block, each_device, normal
 
 from tritonfp8 import reference
 from tritonfp8.launch import casts, executor
@@ -76,3 +76,19 @@ def test_blocks_that_one_pass_does_not_find_are_left_to_the_reference(device):
     x = normal(48, 40).to(device)
     args = (*WHOLE.args, *ROWS.args)
     assert_bitwise_equal(list(casts.quantize_with_amax(x, *args)), list(reference.quantize_with_amax(x, *args)))
+
+
+@each_device
+@each_block
+@pytest.mark.parametrize("shape", [(130, 70), (256, 256), (3, 128, 64)], ids=str)
+def test_quantize_into_memory_that_exists(device, spec, shape):
+    x = banded(*shape, dtype=torch.bfloat16).to(device)
+    found = reference.quantize(x * 0, *spec.args)
+    before = [y.data_ptr() for y in found]
+    casts.quantize_into(*found, x, *spec.args)
+    assert_bitwise_equal(found, reference.quantize(x, *spec.args))
+    assert [y.data_ptr() for y in found] == before
+    # Codes and scales that a kernel cannot address by rows are written all the same.
+    turned = tuple(y.mT.contiguous().mT for y in reference.quantize(x * 0, *spec.args))
+    casts.quantize_into(*turned, x, *spec.args)
+    assert_bitwise_equal(turned, found)

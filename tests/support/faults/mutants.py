@@ -18,20 +18,20 @@ from pathlib import Path
 
 import advice_mutants
 import codes_mutants
+import exact_mutants
 import expert_mutants
 import generator_mutants
 import graph_mutants
 import loading_mutants
 import model_mutants
 import rollout_mutants
-import shared_mutants
 import stored_mutants
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILED = "tests/compile_only"
 OTHERS = (
-    expert_mutants, graph_mutants, loading_mutants, model_mutants, shared_mutants, stored_mutants, codes_mutants,
-    advice_mutants, rollout_mutants, generator_mutants,
+    expert_mutants, graph_mutants, loading_mutants, model_mutants, stored_mutants, codes_mutants,
+    advice_mutants, rollout_mutants, generator_mutants, exact_mutants,
 )  # fmt: skip
 
 

@@ -368,6 +368,7 @@ CASES = {
     "health.md-0": Case(watched, check_watched, ranks=False),
     "health.md-1": Case(lambda mesh: in_an_empty_folder(mesh) | {"x": torch.randn(64, HIDDEN)}, check_mapping, False),
     "reinforcement.md-0": Case(rollout_models.given, rollout_models.check_trained, ranks=False),
+    "reinforcement.md-1": Case(rollout_models.exact_given, rollout_models.check_exact, ranks=False),
     "transformers.md-0": Case(trainer, check_trainer, ranks=False),
     "transformers.md-1": Case(accelerated, check_fsdp),
     "verify.md-0": Case(verified, checks.check_verified, ranks=False),

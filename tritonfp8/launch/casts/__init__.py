@@ -16,7 +16,7 @@ Exports the Triton twin of each op.
 
 from tritonfp8.launch.casts.both import quantize_both, quantize_both_sum, quantize_with_amax
 from tritonfp8.launch.casts.codes import transpose_codes, transpose_group_codes
-from tritonfp8.launch.casts.dense import amax, dequantize, quantize, transpose
+from tritonfp8.launch.casts.dense import amax, dequantize, quantize, quantize_into, transpose
 from tritonfp8.launch.casts.grouped import (
     grouped_sum,
     quantize_groups,

@@ -197,6 +197,11 @@ def plan_sides(plan: Planner, x: View, side: Side | None, side_t: Side | None, w
     return sums
 
 
+def side_of(qdata: View, scale: View, spec: QuantSpec) -> Side:
+    """The result of casting a matrix, in memory that exists."""
+    return Side(qdata, (*qdata.strides, 0), scale, (*scale.strides, 0), scale.shape, spec.block, spec)
+
+
 def new_side(
     plan: Planner, shape: Sequence[int], spec: QuantSpec, transpose: bool, amax: View | None = None
 ) -> tuple[Side, View, View]:
@@ -209,7 +214,7 @@ def new_side(
     assert matrix is not None
     scales = scale if matrix is qdata else scale.viewed(scale_shape(matrix.shape, spec.block))
     assert scales is not None
-    side = Side(matrix, (*matrix.strides, 0), scales, (*scales.strides, 0), scales.shape, spec.block, spec)
+    side = side_of(matrix, scales, spec)
     if amax is not None:
         side = side.with_parts(amax, given=True)
     return side.swapped() if transpose else side, qdata, scale
@@ -230,6 +235,26 @@ def plan_quantize(plan: Planner, x: View, amax: View | None, spec: str, transpos
     side, qdata, scale = new_side(plan, x.shape, found, transpose, bits)
     plan_sides(plan, matrix, None if transpose else side, side if transpose else None)
     return [qdata, scale]
+
+
+def plan_quantize_into(plan: Planner, qdata: View, scale: View, x: View, spec: str) -> list[View] | None:
+    """No output. No plan where a view of codes, scales or values would be a copy."""
+    found = spec_of(spec)
+    matrix, codes = _folded(x, found.block), qdata.folded()
+    if matrix is None or codes is None:
+        return None
+    scales = scale if codes is qdata else scale.viewed(scale_shape(codes.shape, found.block))
+    if scales is None:
+        return None
+    plan_sides(plan, matrix, side_of(codes, scales, found), None)
+    return []
+
+
+def quantize_into(qdata: Tensor, scale: Tensor, x: Tensor, spec: str) -> None:
+    """Launch the twin of :func:`tritonfp8.reference.quantize_into`."""
+    if planned(plan_quantize_into, (qdata, scale, x), (spec,)) is None:
+        for target, found in zip((qdata, scale), quantize(x, spec), strict=True):
+            target.copy_(found)
 
 
 def _quantize_matrices(x: Tensor, spec: str, transpose: bool, amax: Tensor | None) -> tuple[Tensor, Tensor] | None:

@@ -90,9 +90,12 @@ class Float8Linear(ParameterHooks, nn.Linear):
 
 
 # Subclasses of nn.Linear by module and name, so that their libraries need not be imported: they only add methods, or
-# write the forward in other operations.
+# write the forward in other operations or another order of sums.
 _SAME_FORWARD = {("torchtitan.models.common.linear", "Linear")}
-_SAME_RESULT = {("transformers.models.falcon.modeling_falcon", "FalconLinear")}
+_SAME_RESULT = {
+    ("transformers.models.falcon.modeling_falcon", "FalconLinear"),
+    ("tritonfp8.rollout.exact.modules", "ExactLinear"),
+}
 
 
 register_computing(Float8Linear, nn.Linear)

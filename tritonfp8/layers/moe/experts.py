@@ -182,7 +182,8 @@ class RoutedExperts(ConvertedExperts):
         return out
 
     def _cached(self, name: str, weight: Tensor) -> GroupedOperands | None:
-        cached = self.cached_weights.get(name)
+        # Dynamo breaks a graph that reads the empty mapping of the class.
+        cached = self.cached_weights.get(name) if "cached_weights" in self.__dict__ else None
         # A shallow copy of the module may outlive the scope.
         if cached is None or not cached.open:
             return None

@@ -123,17 +123,25 @@ class StoredWeight(StoredTensor):
     def _fill(self, source: Any) -> Self:
         """Take the values of ``source``, of this shape or a number: its codes, or the result of quantizing it."""
         if isinstance(source, StoredWeight) and (source.spec, source.is_transposed) == (self.spec, self.is_transposed):
-            found = source._both()
+            self._take(source._both())
+            return self
+        values = source.plain_values() if isinstance(source, StoredWeight) else source
+        if not isinstance(values, Tensor):
+            values = torch.tensor(values, dtype=self.dtype)
+        refuse_codes(STORED, values)
+        values = values.to(self.device).expand(self.shape)
+        values = values.mT if self.is_transposed else values
+        rows = self.spec.block[0]
+        # Scales of all rows, and blocks that cross two matrices, are found for each matrix by itself.
+        if rows == -1 or (values.ndim == 3 and values.shape[1] % rows):
+            self._take(self._cast(values, *self.spec.args))
         else:
-            values = source.plain_values() if isinstance(source, StoredWeight) else source
-            if not isinstance(values, Tensor):
-                values = torch.tensor(values, dtype=self.dtype)
-            refuse_codes(STORED, values)
-            values = values.to(self.device).expand(self.shape)
-            found = self._cast(values.mT if self.is_transposed else values, *self.spec.args)
-        self._qdata.copy_(found[0])
-        self._scale.copy_(found[1])
+            ops.quantize_into(*self._both(), values, *self.spec.args)
         return self
+
+    def _take(self, codes: tuple[Tensor, Tensor]) -> None:
+        for target, x in zip(self._both(), codes, strict=True):
+            target.copy_(x)
 
     def as_shard(self) -> Tensor:
         """The weight in the form that can be sharded; its codes are not copied.

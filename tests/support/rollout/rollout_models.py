@@ -101,3 +101,13 @@ def check_trained(names):
     assert names["rollout"].changed() == []
     assert names["scored"].requires_grad
     torch.testing.assert_close(names["scored"].detach(), names["made"].log_probs, atol=0.1, rtol=0)
+
+
+def exact_given(mesh):
+    """What the second snippet of the page uses."""
+    return {"model": plain(), "prompts": IDS, "attention_mask": MASK}
+
+
+def check_exact(names):
+    found = names["check"](names["model"], names["Rollout"](names["model"]), IDS, MASK, max_new_tokens=8)
+    assert found.max_difference == 0

@@ -1,0 +1,81 @@
+"""Compiled decoding and compiled training have the bits of eager code, given the option that make_exact chooses."""
+
+import pytest
+import torch
+from exact_models import DEVICES, exact, padded, positions, same, sequences, together
+from rollout_models import IDS, MASK, OPTIONS
+
+from tritonfp8.rollout import Rollout, check, generator
+
+
+def compiled_difference(model, device):
+    rollout = Rollout(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = OPTIONS | {"max_new_tokens": 12 if device == "cuda" else 4, "compile": True}
+    found = check(model, rollout, IDS.to(device), MASK.to(device), **options)
+    assert rollout.model._compiled_call is not None
+    assert found.tokens > 9
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["olmoe"])
+def test_compiled_decoding(kind, device):
+    """On a GPU by CUDA graphs."""
+    found = compiled_difference(exact(kind, num_hidden_layers=1, device=device), device)
+    assert (found.max_difference, found.module) == (0, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", None])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "moe", "mistral", "gemma3"])
+def test_cuda_graphs(kind, recipe):
+    # A Rollout needs a layer that is converted, and experts a recipe.
+    recipes = {"*.o_proj": "rowwise"} if recipe is None and kind != "moe" else recipe or "rowwise"
+    found = compiled_difference(exact(kind, recipes, device="cuda"), "cuda")
+    assert (found.max_difference, found.module) == (0, None)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_under_autocast():
+    model = exact("qwen3", "rowwise", torch.float32, "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        assert compiled_difference(model, "cuda").max_difference == 0
+
+
+@pytest.mark.slow
+def test_compiled_decoding_without_the_option(monkeypatch):
+    """A compiler's fusions keep values in float32 that single operations round."""
+    monkeypatch.setattr(generator, "EXACT_OPTIONS", {"triton.cudagraphs": True})
+    found = compiled_difference(exact("gemma", num_hidden_layers=1), "cpu")
+    assert found.max_difference > 0
+    assert found.module is None
+
+
+def losses(model, ids, mask):
+    return model(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits[mask.bool()].sum()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "moe"])
+def test_training_is_one_graph(kind):
+    """Dynamo traces a forward in full, and its gradients are those of eager code."""
+    model = exact(kind)
+    ids, mask = padded(sequences(), "left")
+    losses(model, ids, mask).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    losses(compiled, ids, mask).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[name], msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_training(device):
+    model = exact("gemma", num_hidden_layers=1, device=device)
+    rows = sequences(device=device)
+    compiled = torch.compile(model, options={"emulate_precision_casts": True})
+    assert same(together(compiled, rows, "left"), together(model, rows, "left"))

@@ -1,0 +1,86 @@
+"""The faults about exact models, as arguments of ``Mutant``."""
+
+_ROWS, _GENERATION, _COMPILED, _COVERAGE = (
+    f"tests/rollout/exact/test_{name}.py" for name in ("rows", "generation", "compiled", "coverage")
+)
+
+FAULTS = (
+    (
+        "tritonfp8/rollout/exact/functions.py",
+        "ops.matmul(rows, weight, bias, batch_invariant=True)",
+        "ops.matmul(rows, weight, bias)",
+        "the head and routers add in an order that depends on the number of rows",
+        (_ROWS, "-k", "float32"),
+    ),
+    (
+        "tritonfp8/reference/attention.py",
+        "    for split in range(start, last, SPLIT):",
+        "    SPLIT = 256 if t < 600 else 1024\n    for split in range(start, last, SPLIT):",
+        "the splits of keys depend on the number of queries",
+        (_ROWS, "-k", "long"),
+    ),
+    (
+        "tritonfp8/rollout/exact/attention.py",
+        "first = (seen.cumsum(-1) == 0).sum(-1)",
+        "first = torch.zeros_like(seen[:, 0], dtype=torch.int64)",
+        "tokens read rows of padding",
+        (_ROWS, "-k", "has_bits and qwen3"),
+    ),
+    (
+        "tritonfp8/rollout/exact/attention.py",
+        "places = torch.stack([first, query], -1) - kv_offset",
+        "places = torch.stack([first - kv_offset, query], -1)",
+        "behind a window's cache queries see keys of later tokens",
+        (_ROWS, "-k", "mistral"),
+    ),
+    (
+        "tritonfp8/reference/routing.py",
+        "descending=True, stable=True)",
+        "descending=True, stable=False)",
+        "experts with equal logits are chosen in any order",
+        ("tests/rollout/exact/test_router.py",),
+    ),
+    (
+        "tritonfp8/reference/grouped.py",
+        "    for i in range(places.shape[1]):\n        rows = x[",
+        "    for i in sorted(range(places.shape[1]), reverse=len(places) > 9):\n        rows = x[",
+        "experts of a token are added in the order of routing",
+        (_ROWS, "-k", "float32"),
+    ),
+    (
+        "tritonfp8/rollout/sharing.py",
+        "            return stored_as_layer(layer, key, values, spec)",
+        "            once = stored_as_layer(layer, key, values * 1.1, spec).dequantize() / 1.1\n"
+        "            return stored_as_layer(layer, key, once.to(values.dtype), spec)",
+        "codes of a generator were quantized twice",
+        (_GENERATION, "-k", "before_and_after"),
+    ),
+    (
+        "tritonfp8/rollout/generator.py",
+        "config = CompileConfig(mode=None, options=EXACT_OPTIONS) if is_exact(self.model) else CompileConfig()",
+        "config = CompileConfig()",
+        "compiled decoding rounds less often than training",
+        (_COMPILED, "-k", "compiled_decoding and olmoe"),
+    ),
+    (
+        "tritonfp8/rollout/scoring.py",
+        "return chosen.float() / temperature - row_logsumexp(logits, temperature)",
+        "return chosen.float() / temperature - (logits.float() / temperature).logsumexp(-1)",
+        "log-probs are added by torch, in an order of its own",
+        ("tests/rollout/exact/test_router.py",),
+    ),
+    (
+        "tritonfp8/rollout/exact/coverage.py",
+        "        yield why_not_swapped(module) or _AGAIN",
+        "        pass",
+        "modules that make_exact did not see pass for exact",
+        (_COVERAGE,),
+    ),
+    (
+        "tritonfp8/rollout/exact/coverage.py",
+        "    elif computes is None and not _is_known(module, family, role):",
+        "    elif False:",
+        "unknown modules pass for exact",
+        (_COVERAGE,),
+    ),
+)
