@@ -193,30 +193,6 @@ def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(together(list(tensors), math.inf, dtype=torch.float32))
 
 
-def _find_cudnn_attention_backward(aten: Any = torch.ops.aten) -> Callable[..., Any] | None:
-    """:data:`cudnn_attention_backward`, if torch has the op with the arguments that it had from torch 2.11 on."""
-    op = getattr(getattr(aten, "_scaled_dot_product_cudnn_attention_backward", None), "default", None)
-    if op is None or [argument.name for argument in op._schema.arguments] != [
-        "grad_out", "query", "key", "value", "out", "logsumexp", "philox_seed", "philox_offset", "attn_bias",
-        "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "scale",
-    ]:  # fmt: skip
-        return None
-
-    def backward(grad: Any, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, scale: float) -> Any:
-        # Without dropout the generator's state is not read.
-        state = torch.empty((), dtype=torch.int64, device=q.device)
-        sizes = q.shape[2], k.shape[2]
-        return op(
-            grad, q, k, v, out, logsumexp.unsqueeze(-1), state, state, None, None, None, *sizes, 0.0, True, scale=scale
-        )
-
-    return backward
-
-
-cudnn_attention_backward = _find_cudnn_attention_backward()
-"""The gradients of causal attention by cuDNN from ``grad, q, k, v, out [B, H, T, D], logsumexp [B, H, T], scale``, with
-the heads of all as many as of ``q``; None if torch lacks it."""
-
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 """Whether a profiler of torch records the ops of this thread."""
 

@@ -17,14 +17,7 @@ from tritonfp8.compat.hardware import Abilities, machine_key
 from tritonfp8.tuning import grouped_tiles, store
 from tritonfp8.tuning.grouped_tiles import GroupedGemm
 from tritonfp8.tuning.kinds import COLUMNS, ROWS, Key, Kind
-from tritonfp8.tuning.matmul_space import (
-    INVARIANT_M,
-    MatmulConfig,
-    predicted_time,
-    space,
-    space_accumulation,
-    supports,
-)
+from tritonfp8.tuning.matmul_space import MatmulConfig, predicted_time, space, space_accumulation, supports
 from tritonfp8.tuning.store import Entries, Entry
 
 __all__ = ["candidates", "choose", "choose_grouped", "grouped_key", "install", "key", "reload", "space", "table"]
@@ -109,7 +102,6 @@ def choose(
     bare: bool,
     copy_engine: bool,
     device: Abilities,
-    batch_invariant: bool = False,
 ) -> MatmulConfig:
     """The configuration of a GEMM, which can always run it.
 
@@ -122,26 +114,9 @@ def choose(
         bare: the product has no activation and no residual.
         copy_engine: TMA can address all three matrices.
         device: what it runs on.
-        batch_invariant: one that gives a row the same bits for every ``m``.
     """
     product = kind(family, accumulation, rows, out_itemsize, bare, copy_engine)
-    runnable = None
-    if batch_invariant:
-        runnable = _unsplit(product, m, n, k, device)
-        m = INVARIANT_M if runnable is None else m
-    return _best(runnable or candidates(product, m, n, k, device), key(product, m, n, k), device)
-
-
-def _unsplit(product: Kind, m: int, n: int, k: int, device: Abilities) -> list[MatmulConfig] | None:
-    """The specialized configurations that split no K: all of them give a row the same bits (H200, 2026-11-29).
-
-    None where GEMMs of some ``m`` have none, so that other kernels run, whose tiles add up K in orders of their own.
-    """
-
-    def found(m: int) -> list[MatmulConfig]:
-        return [each for each in candidates(product, m, n, k, device) if each.specialized and each.split_k == 1]
-
-    return found(m) if found(INVARIANT_M) else None
+    return _best(candidates(product, m, n, k, device), key(product, m, n, k), device)
 
 
 def grouped_key(gemm: GroupedGemm, copy_engine: bool) -> Key:

@@ -33,8 +33,8 @@ REDUCE_TILE = {"BLOCK_M": 4, "BLOCK_N": 128}
 REDUCE_WARPS = 4
 # Small M: the bytes of the weight decide. Tiles of as many tokens, in as many parts of K.
 SMALL_M = 256
-# Without specialized kernels GEMMs that are batch-invariant run in the configuration for this M, whatever theirs is. It
-# is beyond SMALL_M, so it does not split K, and training has about as many rows: both passes then sum in one order.
+# GEMMs that are batch-invariant run in the configuration for this M, whatever theirs is. It is beyond SMALL_M, so it
+# does not split K, and training has about as many rows: both passes then sum in one order.
 INVARIANT_M = 4096
 # Up to this M a kernel reads MX codes and makes them bf16 in registers, if no tensor core takes them. From there on it
 # pays to write the operands as bf16 first, five bytes of traffic an element, and to call the GEMM in bf16.

@@ -104,8 +104,7 @@ class GemmCall(_AnyGemmCall):
     def has_configurations(self, device: torch.device) -> bool:
         """Whether a launch chooses a configuration by this M.
 
-        torch's GEMM of MX operands that were converted has none; a batch-invariant GEMM takes the best one that was
-        measured for others, among those that may run it.
+        torch's GEMM of MX operands that were converted has none; a batch-invariant GEMM has another M's configuration.
         """
         if self.call.named()["batch_invariant"]:
             return False

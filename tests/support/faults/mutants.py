@@ -267,9 +267,9 @@ MUTANTS = (
         ("tests/kernels/test_adamw.py",),
     ),
     Mutant(
-        "tritonfp8/tuning/chooser.py",
-        "if each.specialized and each.split_k == 1]",
-        "if each.specialized]",
+        "tritonfp8/launch/gemms/dense.py",
+        "rows = tuning.INVARIANT_M if batch_invariant else m",
+        "rows = m",
         "the bits of a batch-invariant row depend on the number of rows",
         ("tests/kernels/test_batch_invariant.py",),
     ),
