@@ -16,6 +16,7 @@ from tritonfp8.launch.exact.rows import OPTIONS
 from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import MAX_TMA_STRIDE, TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
 
+assert (kernels.SPLIT.value, kernels.STEP.value) == (reference.SPLIT, reference.SUB_TILE)
 _ON_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
 _LONGEST, _DELTA_ROWS = 256, 16
 
