@@ -59,7 +59,7 @@ ROOM_LINES = {
     "specs": 1100,  # naming, from conversion; which transposes can be made from codes, and which stored codes have
     "recipes": 660,  # transposed_from, a backward that dequantizes, and files of the recipes of layers
     "reference": 1880,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains of ops
-    "tuning": 1520,  # tiles of transposes that are made from codes
+    "tuning": 1535,  # tiles of transposes that are made from codes
     "launch": 4700,  # transposes that are made from codes, also of several weights and of groups; plans of chains
     "ops": 1840,  # the rows and fakes of ops whose rows have bits of their own; transpose_codes; chains in graphs
     "layers": 6785,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled
@@ -69,7 +69,7 @@ ROOM_LINES = {
     "rollout": 2440,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
-    "workflow": 3490,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file
+    "workflow": 3500,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file
     "training": 1460,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
     "warmup": 1430,
     "integrations": 800,  # figures of sampled steps in the logs of two trainers

@@ -23,6 +23,8 @@ LOCAL = {
     "quantize_matrices", "quantize_matrices_with_amax", "quantize_with_amax",
     "scaled_grouped_matmul", "grouped_matmul", "grouped_sum", "swiglu",
     "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows", "transpose_group_codes",
+    "quantize_into", "exact_attention", "exact_attention_backward", "rms_norm", "rms_norm_backward", "row_logsumexp",
+    "gated", "gated_backward", "rotary_tables", "routed",
 }  # fmt: skip
 
 

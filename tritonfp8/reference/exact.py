@@ -151,6 +151,11 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         Contiguous, in the dtype of both.
     """
     check_gated(gate, up, activation)
+    return gated_values(gate, up, activation)
+
+
+def gated_values(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """:func:`gated` of arguments that were checked."""
     return (_activated(gate.to(wide(gate.dtype)), activation).to(gate.dtype) * up).contiguous()
 
 

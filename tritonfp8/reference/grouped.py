@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8.reference import casts, gemms
-from tritonfp8.reference.exact import gated
+from tritonfp8.reference.exact import gated_values
 from tritonfp8.specs import (
     COLUMNWISE,
     ROWWISE,
@@ -64,7 +64,7 @@ def write(to: Tensor, codes: Tensor) -> None:
 def swiglu(x: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``x [rows, 2 F]``, the gate first, ``[rows, F]``; each of the two ops rounds."""
     gate, up = x.chunk(2, dim=-1)
-    return gated(gate, up, "silu")
+    return gated_values(gate, up, "silu")
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:

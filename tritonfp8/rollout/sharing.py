@@ -147,7 +147,7 @@ class OwnWeight:
             dtype: of autocast, or None.
         """
         values = self.parameter.detach()
-        self.tensor.copy_(values if dtype is None else values.to(dtype))
+        self.tensor.overwrite(values if dtype is None else values.to(dtype))  # type: ignore[attr-defined]
 
     def read(self, dtype: torch.dtype | None) -> Tensor:
         """What the trainer's forward reads of the parameter now, in memory of its own: codes, or values.

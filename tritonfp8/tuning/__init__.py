@@ -20,7 +20,6 @@ from tritonfp8.tuning.chooser import (
 from tritonfp8.tuning.kinds import Key, find
 from tritonfp8.tuning.matmul_space import (
     COPY_BANDWIDTH,
-    INVARIANT_M,
     PARTIAL_BYTES,
     REDUCE_TILE,
     REDUCE_WARPS,

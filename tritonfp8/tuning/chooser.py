@@ -17,7 +17,7 @@ from tritonfp8.compat.hardware import Abilities, machine_key
 from tritonfp8.tuning import grouped_tiles, store
 from tritonfp8.tuning.grouped_tiles import GroupedGemm
 from tritonfp8.tuning.kinds import COLUMNS, ROWS, Key, Kind
-from tritonfp8.tuning.matmul_space import MatmulConfig, predicted_time, space, space_accumulation, supports
+from tritonfp8.tuning.matmul_space import INVARIANT_M, MatmulConfig, predicted_time, space, space_accumulation, supports
 from tritonfp8.tuning.store import Entries, Entry
 
 __all__ = ["candidates", "choose", "choose_grouped", "grouped_key", "install", "key", "reload", "space", "table"]
@@ -102,6 +102,7 @@ def choose(
     bare: bool,
     copy_engine: bool,
     device: Abilities,
+    batch_invariant: bool = False,
 ) -> MatmulConfig:
     """The configuration of a GEMM, which can always run it.
 
@@ -114,8 +115,18 @@ def choose(
         bare: the product has no activation and no residual.
         copy_engine: TMA can address all three matrices.
         device: what it runs on.
+        batch_invariant: choose among configurations that give a row the same bits for every ``m``. Of the
+            warp-specialized kernel these are all that do not split K, as seen on an H200, but not with a scale for
+            each row and 128 of K of both operands. Elsewhere the configuration for one ``m``,
+            :data:`~tritonfp8.tuning.matmul_space.INVARIANT_M`.
     """
     product = kind(family, accumulation, rows, out_itemsize, bare, copy_engine)
+    if batch_invariant:
+        runnable = candidates(product, m, n, k, device)
+        alike = [config for config in runnable if config.specialized and config.split_k == 1]
+        if alike and product.b_rows != 1:
+            return _best(alike, key(product, m, n, k), device)
+        m = INVARIANT_M
     return _best(candidates(product, m, n, k, device), key(product, m, n, k), device)
 
 

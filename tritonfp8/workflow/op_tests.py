@@ -35,7 +35,9 @@ LARGEST = 8.0
 NEAR = {1: (0.13, 2.0**-9), 2: (2.0**-7, 2.0**-9), 4: (1e-4, 1e-5)}
 # Their sums, exponentials and roots differ in the last bits by device.
 _INEXACT = {
-    "dots_of_rows", "operand_figures", "quantize_both_sum", "swiglu", "swiglu_backward", "swiglu_backward_amax",
+    "exact_attention", "exact_attention_backward", "gated", "gated_backward", "matmul", "rms_norm", "rms_norm_backward",
+    "row_logsumexp", "dots_of_rows", "operand_figures", "quantize_both_sum", "swiglu", "swiglu_backward",
+    "swiglu_backward_amax",
 }  # fmt: skip
 _GEMMS = {"grouped_matmul", "scaled_grouped_matmul"}
 
@@ -56,7 +58,7 @@ class OpCall(NamedTuple):
 
 def calls() -> Iterator[OpCall]:
     """The calls; calls of one op are adjacent."""
-    found = itertools.chain(_casts(), _of_shards(), _of_groups(), _of_matrices(), _of_rows(), _steps())
+    found = itertools.chain(_casts(), _of_shards(), _of_groups(), _of_matrices(), _of_rows(), _exact(), _steps())
     return iter(sorted(found, key=lambda call: call.name))
 
 
@@ -213,6 +215,25 @@ def _of_rows() -> Iterator[OpCall]:
     x, grad = _normal(TOKENS, 70), _normal(TOKENS // 4, 70, seed=1)
     yield OpCall("sum_of_rows", (x, places, _normal(TOKENS // 4, 4, seed=2, dtype=torch.float32)))
     yield OpCall("dots_of_rows", (grad, x, places, torch.float32))
+
+
+def _exact() -> Iterator[OpCall]:
+    """Of exact models, in float32, whose sums differ in the last bits only."""
+    x, grad = (_normal(TOKENS, 70, seed=i, dtype=torch.float32) for i in range(2))
+    weight = 1 + 0.1 * _normal(70, seed=2, dtype=torch.float32)
+    norm = x, weight, 1e-5, False
+    yield OpCall("rms_norm", norm)
+    yield OpCall("rms_norm_backward", (grad, x, weight, reference.rms_norm(*norm)[1], False))
+    yield OpCall("row_logsumexp", (x, 0.7))
+    yield OpCall("gated", (x, grad, "silu"))
+    yield OpCall("gated_backward", (grad, x, grad, "silu"))
+    yield OpCall("matmul", (x, grad, None, True))
+    q, k, v = (_normal(2, heads, 70, 16, seed=i, dtype=torch.float32) for i, heads in enumerate((4, 2, 2)))
+    out = reference.exact_attention(q, k, v, 0.25)
+    yield OpCall("exact_attention", (q, k, v, 0.25))
+    yield OpCall("exact_attention_backward", (out[0], q, k, v, *out, 0.25))
+    for spec in (ROW, VECTOR, MX):
+        yield OpCall("quantize_into", (*reference.quantize(x * 0, *spec.args), x, *spec.args))
 
 
 def _steps() -> Iterator[OpCall]:

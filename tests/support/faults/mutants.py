@@ -267,9 +267,9 @@ MUTANTS = (
         ("tests/kernels/test_adamw.py",),
     ),
     Mutant(
-        "tritonfp8/launch/gemms/dense.py",
-        "rows = tuning.INVARIANT_M if batch_invariant else m",
-        "rows = m",
+        "tritonfp8/tuning/chooser.py",
+        "        m = INVARIANT_M\n",
+        "",
         "the bits of a batch-invariant row depend on the number of rows",
         ("tests/kernels/test_batch_invariant.py",),
     ),

@@ -158,11 +158,11 @@ def _plan_gemm(
     tma_out = tma and p.out.has_tma_layout()
     if config is None:
         bare = p.activation is None and p.residual is None
-        rows = tuning.INVARIANT_M if batch_invariant else m
         assert p.family is not None
         config = tuning.choose(
-            p.family, p.accumulation, p.rows, rows, n, k, p.out.itemsize, bare, tma_operands and tma_out, device
-        )
+            p.family, p.accumulation, p.rows, m, n, k, p.out.itemsize, bare, tma_operands and tma_out, device,
+            batch_invariant,
+        )  # fmt: skip
     pieces = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
     count = programs(plan, config, pieces)
     workspace, rows = _workspace(plan, p, config) if config.split_k > 1 else (None, 0)
@@ -246,7 +246,7 @@ def scaled_matmul(
     """Launch the twin of :func:`tritonfp8.reference.scaled_matmul`.
 
     Args:
-        batch_invariant: choose the configuration for one M, :data:`tritonfp8.tuning.INVARIANT_M`.
+        batch_invariant: choose a configuration that gives a row the same bits for every M.
         config: use this configuration, not the chosen one. For MX operands that is always a kernel that reads codes.
         tma: use TMA or not, if the layouts allow it; by default what the device has.
         out: write here, ``[M, N]`` contiguous.

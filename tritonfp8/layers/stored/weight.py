@@ -139,6 +139,11 @@ class StoredWeight(StoredTensor):
             ops.quantize_into(*self._both(), values, *self.spec.args)
         return self
 
+    @torch.no_grad()
+    def overwrite(self, values: Tensor) -> None:
+        """Quantize values of this shape into the codes that there are: a copy of values that no count compares."""
+        self._fill(values)
+
     def _take(self, codes: tuple[Tensor, Tensor]) -> None:
         for target, x in zip(self._both(), codes, strict=True):
             target.copy_(x)
