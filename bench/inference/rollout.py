@@ -2,7 +2,7 @@
 
 attention   forward, and forward with backward, over the fastest attention of torch
 step        forward and backward of compiled layers of Llama 8B, exact over not exact
-decode      time of a token, decoded as a CUDA graph, over bf16 as transformers decodes it
+decode      time of a token behind a context, as a CUDA graph, over bf16 of transformers in the same
 refresh     new codes from the weights that train, over a copy of as many codes
 """
 
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tritonfp8
 from bench.contest.machine import results_folder, write_results
 from tritonfp8 import ops
+from tritonfp8.advice import captured
 from tritonfp8.rollout import Rollout, make_exact
 from tritonfp8.training import timers
 
@@ -34,25 +35,25 @@ EXACT_CODE = {"emulate_precision_casts": True}
 
 
 class Sizes(NamedTuple):
-    """Sizes of what is measured.
+    """Sizes of models and inputs.
 
     Attributes:
         tokens: batches and lengths of training.
         sequences: how many are decoded at a time.
-        new: tokens that a long generation has more than a short one.
+        context: tokens that a decoded one reads.
         heads: of queries, of keys, and elements of a head.
         ffn, layers: of the model.
     """
 
     tokens: tuple[tuple[int, int], ...] = ((4, 4096), (1, 16384))
     sequences: tuple[int, ...] = (1, 8, 64)
-    new: int = 64
+    context: int = 2048
     heads: tuple[int, int, int] = (32, 8, 128)
     ffn: int = 14336
     layers: int = 4
 
 
-SMOKE = Sizes(((1, 128),), (1,), 2, (4, 2, 16), 64, 1)
+SMOKE = Sizes(((1, 128),), (1,), 16, (4, 2, 16), 64, 1)
 
 
 def seconds(steps: list[Step], device: torch.device) -> list[float]:
@@ -70,15 +71,6 @@ def seconds(steps: list[Step], device: torch.device) -> list[float]:
             timers.synchronize(device)
             times.append((time.perf_counter() - began) / 5)
     return [statistics.median(times) for times in found]
-
-
-def wall(call: Step, device: torch.device) -> float:
-    """Seconds of a call, until the device is done."""
-    timers.synchronize(device)
-    began = time.perf_counter()
-    call()
-    timers.synchronize(device)
-    return time.perf_counter() - began
 
 
 def model(sizes: Sizes, device: torch.device) -> Any:
@@ -157,30 +149,50 @@ def step(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
         yield {"kind": "step", "tokens": f"{batch} x {length}", "contender": name, "seconds": found}
 
 
+def replay(graph: torch.cuda.CUDAGraph, owner: Step) -> None:
+    """Replay a graph, which does not own what it reads: ``owner`` does."""
+    graph.replay()
+
+
+@torch.no_grad()
+def decoding(made: Any, sizes: Sizes, count: int, device: torch.device, options: dict[str, bool]) -> Step:
+    """A step that decodes the token behind the context: compiled, and on a GPU replayed as a CUDA graph."""
+    from transformers import StaticCache
+
+    ids = torch.randint(1, 1000, (count, sizes.context), device=device)
+    cache = StaticCache(config=made.config, max_cache_len=sizes.context + 64)
+    made(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    last = ids[:, -1:].clone()
+    compiled = torch.compile(made, fullgraph=True, dynamic=False, options=options)
+
+    @torch.no_grad()
+    def decode_token() -> Tensor:
+        # Each time at the same place.
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(sizes.context)
+        logits: Tensor = compiled(last, past_key_values=cache, use_cache=True).logits
+        return logits
+
+    if device.type == "cpu":
+        return decode_token
+    graph, _ = captured(decode_token)
+    return functools.partial(replay, graph, decode_token)
+
+
 def decode(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows of a decoded token, by contender: the time that more tokens take."""
-    made = model(sizes, device)
+    """Rows of a decoded token behind a context, by contender."""
+    made = model(sizes, device).eval()
     converted = model(sizes, device)
     tritonfp8.convert(converted, RECIPE, batch_invariant=True)
     rollout = Rollout(make_exact(converted))
     for count in sizes.sequences:
-        ids = torch.randint(1, 1000, (count, 128), device=device)
-
-        def exact(new: int, ids: Tensor = ids) -> None:
-            rollout.generate(ids, max_new_tokens=new, do_sample=False)
-
-        def plain(new: int, ids: Tensor = ids) -> None:
-            made.generate(ids, max_new_tokens=new, do_sample=False, cache_implementation="static")
-
-        for name, generate in (("bf16", plain), ("exact", exact)):
-            short, long = 8, 8 + sizes.new
-            # The first ones compile, and size the cache, which a graph reads at its address.
-            for new in (long, short, long):
-                generate(new)
-            times = [wall(functools.partial(generate, new), device) for new in (short, long) * ROUNDS]
-            found = (statistics.median(times[1::2]) - statistics.median(times[::2])) / sizes.new
-            yield {"kind": "decode", "tokens": str(count), "contender": name, "seconds": found}
-        rollout.release()
+        steps = {
+            "bf16": decoding(made, sizes, count, device, {}),
+            "exact": decoding(rollout.model, sizes, count, device, EXACT_CODE),
+        }
+        for name, found in zip(steps, seconds(list(steps.values()), device), strict=True):
+            what = {"tokens": str(count), "context": sizes.context, "contender": name}
+            yield {"kind": "decode", **what, "seconds": found}
         torch._dynamo.reset()
 
 

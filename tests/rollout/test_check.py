@@ -124,7 +124,7 @@ def test_a_difference_of_compiled_code(monkeypatch):
     found = checked(model, rollout)
     assert found.max_difference == pytest.approx(0.25, abs=1e-5)
     assert found.module is None
-    assert "no module differs without compiled code" in str(found)
+    assert "no module differs in single calls" in str(found)
 
 
 def test_a_nan_is_a_difference():

@@ -357,7 +357,7 @@ def parametrized():
 
 
 MODELS = {
-    "plain": (plain, ValueError, "the model has no converted layer"),
+    "plain": (plain, ValueError, "the model has no converted layer and is not exact"),
     "layers": (lambda: tritonfp8.Float8Linear(64, 64, recipe="rowwise"), TypeError, "a causal model of transformers"),
     "no module": (lambda: "model", TypeError, "model must be an nn.Module"),
     "meta": (on_meta, ValueError, "weights in memory, whole or sharded by FSDP2; .* is on the meta device"),

@@ -200,9 +200,10 @@ def test_every_row_of_queries_keys_and_values_goes_to_its_ranks(data):
         assert torch.equal(engine["x.qkv_proj.weight"], expected)
 
 
-def _send(queue, taken, at_once):
+def _send(queue, taken, at_once, device):
     for seed in (0, 1):
-        found = tritonfp8.export.tensors(trainer_of("llama", "fine_grained", seed), "fine_grained")
+        model = trainer_of.__wrapped__("llama", "fine_grained", seed).to(device)
+        found = tritonfp8.export.tensors(model, "fine_grained")
         if at_once:
             queue.put(list(found))
             continue
@@ -214,13 +215,15 @@ def _send(queue, taken, at_once):
     taken.wait()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_tensors_of_another_process_twice(at_once):
+def test_tensors_of_another_process_twice(at_once, device):
+    """On a GPU the queue hands on handles of the memory (CUDA IPC), and the engine's rank copies its part."""
     context = torch.multiprocessing.get_context("spawn")
     queue, taken = context.SimpleQueue(), context.Event()
-    process = context.Process(target=_send, args=(queue, taken, at_once), daemon=True)
+    process = context.Process(target=_send, args=(queue, taken, at_once, device), daemon=True)
     process.start()
-    engine = engine_of("llama", "fine_grained", 2, 1)
+    engine = {name: x.to(device) for name, x in engine_of("llama", "fine_grained", 2, 1).items()}
     expected = engine_of("llama", "fine_grained", 2, 1)
     for seed in (0, 1):
         found = queue.get() if at_once else TensorStream(queue.get(), iter(queue.get, None))
@@ -228,7 +231,8 @@ def test_tensors_of_another_process_twice(at_once):
         Receiver(expected, "fine_grained", rank=1, size=2).load(
             tritonfp8.export.tensors(trainer_of("llama", "fine_grained", seed), "fine_grained")
         )
-        assert all(torch.equal(bytes_of(x), bytes_of(expected[name])) for name, x in engine.items())
+        assert all(torch.equal(bytes_of(x).cpu(), bytes_of(expected[name])) for name, x in engine.items())
+        del found
     taken.set()
     process.join()
     assert process.exitcode == 0

@@ -51,14 +51,15 @@ def refresh(mesh, kind, format, trainers, bucket_bytes, experts=1, sharded=False
     """Two refreshes of an engine on the ranks after the trainers. Returns what was sent to each, or received."""
     rank, group, size = mesh.get_rank(), mesh.get_group(), mesh.size() - trainers
     halves = made_mesh("cpu", (2, 2), ("side", "rank")) if sharded else None
-    at, found = rank - trainers, []
+    at, found, device = rank - trainers, [], mesh.device_type
     if at >= 0:
         engine, expected = (engine_of(kind, format, size, at, experts) for _ in range(2))
+        engine = {name: x.to(device) for name, x in engine.items()}
         mine = Receiver(engine, format, rank=at, size=size)
         places = {name: x.data_ptr() for name, x in engine.items()}
     for seed in (0, 1):
         if at < 0:
-            model = trainer_of.__wrapped__(kind, format, seed)
+            model = trainer_of.__wrapped__(kind, format, seed).to(device)
             if sharded:
                 fully_shard(model.model.layers[0], mesh=halves["rank"])
                 fully_shard(model, mesh=halves["rank"])
@@ -69,7 +70,7 @@ def refresh(mesh, kind, format, trainers, bucket_bytes, experts=1, sharded=False
         else:
             found.append(mine.receive(group))
             Receiver(expected, format, rank=at, size=size).load(stream(kind, format, seed))
-            assert same(engine, expected)
+            assert same({name: x.cpu() for name, x in engine.items()}, expected)
     assert at < 0 or places == {name: x.data_ptr() for name, x in engine.items()}
     return found
 
@@ -83,6 +84,15 @@ def test_two_ranks_of_an_engine(ranks):
             assert {*sizes[rank][:-1]} == {5008}
             # Parts begin at multiples of 16 bytes.
             assert total <= sum(sizes[rank]) < total + 16 * 40
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(("kind", "format"), [("llama", "compressed_channel"), ("moe", FORMAT)])
+def test_two_gpus(gpus, kind, format):
+    """By NCCL, from the GPU that trains to the GPU that generates."""
+    sent, received = gpus.run(2, refresh, kind, format, 1, 5000)
+    assert [each.keys() for each in sent] == [{1}] * 2
+    assert all(0 < total <= sum(each[1]) for each, total in zip(sent, received, strict=True))
 
 
 def test_sharded_trainers(ranks):

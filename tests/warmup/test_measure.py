@@ -40,7 +40,8 @@ class TestProducts:
         """What launch_matmul asks tuning for, for the same call."""
         asked = []
 
-        def choose(family, accumulation, rows, m, n, k, out_itemsize, bare, copy_engine, device):
+        def choose(family, accumulation, rows, m, n, k, out_itemsize, bare, copy_engine, device, batch_invariant):
+            assert not batch_invariant
             kind = tuning.kind(family, accumulation, rows, out_itemsize, bare, copy_engine)
             asked.append(tuning.key(kind, m, n, k))
             raise LookupError

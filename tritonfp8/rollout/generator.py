@@ -16,6 +16,7 @@ from tritonfp8.conversion.selection import converted
 from tritonfp8.layers import stamp
 from tritonfp8.layers.linear import autocast_dtype, require_module
 from tritonfp8.layers.stored import stored_part
+from tritonfp8.rollout.continuous import generate_paged
 from tritonfp8.rollout.exact import EXACT_OPTIONS, is_exact
 from tritonfp8.rollout.scoring import check_temperature, chosen_log_probs, inside
 from tritonfp8.rollout.sharing import OwnWeight, own_weights, read_all, second_model
@@ -55,8 +56,8 @@ class Rollout:
     it gathers 8 bits; then each rank has the whole model.
 
     Args:
-        model: a converted causal model of transformers. It may be compiled, wrapped by DistributedDataParallel or peft,
-            or sharded by FSDP2; then all ranks make the Rollout together.
+        model: a causal model of transformers, converted or exact (:func:`make_exact`). It may be compiled, wrapped by
+            DistributedDataParallel or peft, or sharded by FSDP2; then all ranks make the Rollout together.
         autocast: the dtype of the ``torch.autocast`` in which the model trains. By default the dtype of an autocast
             around this call, else none. Weights are cast to it before they are quantized, as forward casts them.
 
@@ -67,8 +68,9 @@ class Rollout:
         autocast: see above; None for none.
 
     Raises:
-        ValueError: no layer is converted; a weight on the meta device, sharded other than by FSDP2, or that cannot be
-            kept as codes; or a recipe whose scales of weights are no powers of two (``tensorwise``).
+        ValueError: no layer is converted and the model is not exact; a weight on the meta device, sharded other than by
+            FSDP2, or that cannot be kept as codes; or a recipe whose scales of weights are no powers of two
+            (``tensorwise``).
         TypeError: ``model`` is no model of transformers that generates, or ``autocast`` no dtype.
     """
 
@@ -78,8 +80,10 @@ class Rollout:
         if not hasattr(self.trainer, "generate"):
             raise TypeError(f"a causal model of transformers is needed; got {type(self.trainer).__name__}")
         layers = converted(self.trainer)
-        if not layers:
-            raise ValueError("the model has no converted layer: use tritonfp8.convert first")
+        if not layers and not is_exact(self.trainer):
+            raise ValueError(
+                "the model has no converted layer and is not exact: use tritonfp8.convert or make_exact first"
+            )
         if parallel := [name for name, layer in layers.items() if getattr(layer, "dispatch", None) is not None]:
             raise ValueError(f"experts are sharded over ranks, which a Rollout cannot gather: {listed(parallel)}")
         require_type("autocast", autocast, torch.dtype | None, "a torch.dtype or None")
@@ -183,7 +187,7 @@ class Rollout:
         compile: bool | None = None,
         **options: Any,
     ) -> Generated:
-        """Generate by ``generate`` of transformers, with a static cache.
+        """Generate by ``generate`` of transformers, with a static cache or by continuous batching.
 
         Log-probs are ``log_softmax(logits / temperature)``, the model's own distribution: before top-k, top-p,
         penalties and other changes that options or the generation config of the model ask for. Without options all of
@@ -198,7 +202,9 @@ class Rollout:
             seed: of the sampling; torch's state is the same afterwards. Default: torch's state.
             compile: whether decoding is compiled (``torch.compile`` in mode "reduce-overhead": a CUDA graph). Default:
                 as transformers does, on a GPU.
-            **options: of ``generate`` of transformers, such as ``top_k``, ``eos_token_id``, ``pad_token_id``.
+            **options: of ``generate`` of transformers, such as ``top_k``, ``eos_token_id``, ``pad_token_id``. With
+                ``cache_implementation="paged"`` an exact model generates by continuous batching: sequences of any
+                lengths at a time, as many as ``continuous_batching_config`` has pages for; by default all.
 
         Returns:
             :class:`Generated`.
@@ -206,20 +212,16 @@ class Rollout:
         Raises:
             RuntimeError: weights changed since :meth:`refresh`. Norms and embeddings, which are shared, are newer than
                 the codes then.
-            ValueError: ``ids`` or the mask of another shape or padded on the right, ``temperature`` not above 0, or
-                an option that has no log-probs here, such as ``num_beams``.
+            ValueError: ``ids`` or the mask of another shape or padded on the right, ``temperature`` not above 0, an
+                option that has no log-probs here, such as ``num_beams``, or continuous batching of a model that is not
+                exact.
             TypeError: ``ids`` are no int64.
         """
-        mask = _checked(ids, attention_mask)
-        check_temperature(temperature)
-        if refused := sorted(set(options) & set(_REFUSED)):
-            raise ValueError(f"generate does not take {listed(refused)}: it samples each sequence by single options")
-        self._check_same()
-        if names := self.changed():
-            raise RuntimeError(
-                f"{len(names)} weights changed since refresh(), such as {names[0]}: call rollout.refresh() first"
-            )
+        mask = self._ready(ids, attention_mask, temperature, options)
         sampling = {"top_k": 0, "top_p": 1.0, "temperature": temperature} if do_sample else {}
+        if options.get("cache_implementation") == "paged":
+            options = {**sampling, **options, "compile": compile}
+            return self._generate_paged(ids, mask, max_new_tokens, temperature, do_sample, seed, options)
         sampling |= self._compiling(compile, ids.device)
         if "cache_implementation" not in options:
             sampling["past_key_values"] = self._static_cache(len(ids), ids.shape[1] + max_new_tokens, options)
@@ -230,6 +232,48 @@ class Rollout:
                 **{**sampling, **options},
             )  # fmt: skip
         return self._generated(sequences, mask, chosen, options)
+
+    def _ready(self, ids: Tensor, attention_mask: Tensor | None, temperature: float, options: dict[str, Any]) -> Tensor:
+        """The mask of the prompts. Raises as :meth:`generate`, unless it can begin."""
+        mask = _checked(ids, attention_mask)
+        check_temperature(temperature)
+        if refused := sorted(set(options) & set(_REFUSED)):
+            raise ValueError(f"generate does not take {listed(refused)}: it samples each sequence by single options")
+        self._check_same()
+        if names := self.changed():
+            raise RuntimeError(
+                f"{len(names)} weights changed since refresh(), such as {names[0]}: call rollout.refresh() first"
+            )
+        return mask
+
+    def _generate_paged(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        new: int,
+        temperature: float,
+        do_sample: bool,
+        seed: int | None,
+        options: dict[str, Any],
+    ) -> Generated:
+        if not is_exact(self.model):
+            raise ValueError(
+                "continuous batching needs a model whose tokens have bits of their own: use make_exact first"
+            )
+        if options.pop("compile"):
+            raise ValueError("continuous batching is not compiled here: compile=True is for other caches")
+        del options["cache_implementation"]
+        copies = options.pop("num_return_sequences", 1)
+        ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
+        prompts = [row[seen == 1].tolist() for row, seen in zip(ids, mask, strict=True)]
+        with _seeded(seed, ids.device):
+            found = generate_paged(self.model, prompts, new, temperature, do_sample, options, self.computing)
+        (tokens, log_probs), longest = found, max(map(len, found[0]))
+        padding = options.get("pad_token_id", self.model.generation_config.pad_token_id)
+        rows = [row + [padding or 0] * (longest - len(row)) for row in tokens]
+        valid = torch.tensor([[at < len(row) for at in range(longest)] for row in tokens], device=ids.device)
+        sequences = torch.cat([ids, torch.tensor(rows, device=ids.device)], 1)
+        return Generated(sequences, log_probs[:, :longest], valid, torch.cat([mask, valid.long()], 1))
 
     def _compiling(self, compile: bool | None, device: torch.device) -> dict[str, Any]:
         if compile is not None and not compile:

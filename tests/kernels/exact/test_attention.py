@@ -88,7 +88,7 @@ def test_a_row_has_the_same_bits_in_another_batch_cache_and_chunk(device, sizes,
         part = run(q[:, :, sizes.t - count :], k, v, sizes.window)
         assert_equal(part, (out[:, sizes.t - count :], logsumexp[:, :, sizes.t - count :]))
     before, pad, spare = sizes.s - sizes.t, 37, 91
-    # In a static cache, behind padding, of which nothing may be read: it has NaN.
+    # In a static cache, behind padding. Nothing else may be read, so it has NaN.
     cache = [torch.full((sizes.b, sizes.hkv, pad + sizes.s + spare, sizes.d), torch.nan, dtype=dtype, device=device)
              for _ in range(2)]  # fmt: skip
     for x, y in zip(cache, (k, v), strict=True):

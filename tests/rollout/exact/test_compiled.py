@@ -32,9 +32,9 @@ def test_compiled_decoding(kind, device):
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", None])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "moe", "mistral", "gemma3"])
 def test_cuda_graphs(kind, recipe):
-    # A Rollout needs a layer that is converted, and experts a recipe.
-    recipes = {"*.o_proj": "rowwise"} if recipe is None and kind != "moe" else recipe or "rowwise"
-    found = compiled_difference(exact(kind, recipes, device="cuda"), "cuda")
+    if kind == "moe" and recipe is None:
+        pytest.skip("experts need a recipe")
+    found = compiled_difference(exact(kind, recipe, device="cuda"), "cuda")
     assert (found.max_difference, found.module) == (0, None)
 
 
@@ -60,7 +60,7 @@ def losses(model, ids, mask):
 
 @pytest.mark.parametrize("kind", ["qwen3", "moe"])
 def test_training_is_one_graph(kind):
-    """Dynamo traces a forward in full, and its gradients are those of eager code."""
+    """Dynamo traces a forward in full, and its gradients equal gradients of eager code."""
     model = exact(kind)
     ids, mask = padded(sequences(), "left")
     losses(model, ids, mask).backward()

@@ -53,6 +53,18 @@ def test_float32_weights_under_autocast(kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_256_sequences_from_one_token_on(kind, recipe, device):
+    model = exact(kind, recipe, device=device)
+    rows = sequences(range(1, 17), device)
+    expected = alone(model, rows)
+    for side in ("left", "right"):
+        assert same(together(model, rows * 16, side), expected * 16), side
+    assert same(in_chunks(model, rows * 16, (15, 1), True), expected * 16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_long_sequence(device):
     """Nine splits of keys; the cache is read by a prefill in chunks, and by single tokens at its end."""
     model = exact("qwen3", max_position_embeddings=2048, device=device)

@@ -1,7 +1,7 @@
 """The faults about exact models, as arguments of ``Mutant``."""
 
-_ROWS, _GENERATION, _COMPILED, _COVERAGE = (
-    f"tests/rollout/exact/test_{name}.py" for name in ("rows", "generation", "compiled", "coverage")
+_ROWS, _GENERATION, _COMPILED, _COVERAGE, _PAGED = (
+    f"tests/rollout/exact/test_{name}.py" for name in ("rows", "generation", "compiled", "coverage", "paged")
 )
 
 FAULTS = (
@@ -96,5 +96,26 @@ FAULTS = (
         "    elif False:",
         "unknown modules pass for exact",
         (_COVERAGE,),
+    ),
+    (
+        "tritonfp8/rollout/exact/paged.py",
+        "- of_queries.counts - positions[starts].long()",
+        "- of_keys.counts",
+        "splits of keys begin at the first key that a window's cache kept",
+        (_PAGED, "-k", "a_split and mistral"),
+    ),
+    (
+        "tritonfp8/rollout/exact/paged.py",
+        "x.masked_fill(~exists[..., None, None], 0).transpose(1, 2) for x",
+        "x.transpose(1, 2) for x",
+        "NaN among the keys of one sequence reaches another",
+        (_PAGED, "-k", "nan"),
+    ),
+    (
+        "tritonfp8/rollout/continuous.py",
+        "places += [len(self.found) - 1] * (self._most - len(places))",
+        "pass",
+        "prompts that are not read to their end overwrite log-probs of other sequences",
+        (_PAGED, "-k", "few_pages and qwen3"),
     ),
 )

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import transformers
-from rollout_models import FAMILIES, plain
+from rollout_models import FAMILIES, IDS, MASK, OPTIONS, plain
 from transformers import DynamicCache, StaticCache
 
 import tritonfp8
-from tritonfp8.rollout import make_exact, why_inexact
+from tritonfp8.rollout import log_probs, make_exact, why_inexact
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 LENGTHS = (23, 9, 17)
@@ -112,3 +112,21 @@ def in_chunks(model, rows, chunks, static):
 
 def same(one, two):
     return all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
+
+
+def grpo_steps(model, rollout, steps=2, rate=3e-2, seed=0):
+    """Steps of policy gradients on what the rollout generates; the importance ratios of each."""
+    device, ratios = next(rollout.model.parameters()).device, []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    for step in range(steps):
+        options = OPTIONS | {"seed": 100 * seed + step, "temperature": 0.8, "max_new_tokens": 8}
+        made = rollout.generate(IDS.to(device), MASK.to(device), **options)
+        advantages = (made.sequences[:, -8:].float().mean(1) / 64).to(device)
+        with rollout.computing():
+            scored = log_probs(model, made.sequences, made.attention_mask, made.mask.shape[1], 0.8)
+        ratios.append((scored - made.log_probs).exp())
+        (-(ratios[-1] * (advantages - advantages.mean())[:, None] * made.mask).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rollout.refresh()
+    return [ratio.detach() for ratio in ratios]

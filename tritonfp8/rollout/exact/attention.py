@@ -6,8 +6,7 @@ four dims as it is.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,16 +17,10 @@ from tritonfp8.layers.linear import autocast_all
 from tritonfp8.rollout.exact.functions import attention
 
 NAME = "tritonfp8_exact"
+# As transformers names what continuous batching calls.
+PAGED_NAME = f"paged|{NAME}"
+NAMES = (NAME, PAGED_NAME)
 _REFUSED = ("softcap", "s_aux", "head_mask", "position_bias")
-
-
-@functools.cache
-def register() -> None:
-    """Make the attention known to transformers, which is imported on demand."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, exact_attention_forward)
-    AttentionMaskInterface.register(NAME, places_of_tokens)
 
 
 def exact_attention_forward(
@@ -53,22 +46,37 @@ def exact_attention_forward(
     Raises:
         ValueError: dropout, a mask that was made otherwise, or an option that changes scores.
     """
+    if attention_mask is not None and (attention_mask.dtype != torch.int32 or attention_mask.shape[1:] != (1, 1, 2)):
+        raise ValueError(
+            "exact attention takes a mask of tokens [B, T], 0 at padding; got one of scores, "
+            f"{attention_mask.dtype} {tuple(attention_mask.shape)}"
+        )
+    places = None if attention_mask is None else attention_mask.reshape(-1, 2)
+    return computed(module, query, key, value, places, dropout, scaling, sliding_window, options), None
+
+
+def computed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    places: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """The attention of a layer, ``[B, T, Hq, D]``: :func:`exact_attention_forward`, once the mask is read."""
     if dropout:
         raise ValueError(f"exact attention has no dropout: set attention_dropout of the config to 0; got {dropout}")
     if used := [name for name in _REFUSED if options.get(name) is not None]:
         raise ValueError(f"exact attention does not take {', '.join(used)}: use another attention for this model")
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError(f"exact attention is causal; {type(module).__name__} has is_causal=False")
-    if attention_mask is not None and (attention_mask.dtype != torch.int32 or attention_mask.shape[1:] != (1, 1, 2)):
-        raise ValueError(
-            "exact attention takes a mask of tokens [B, T], 0 at padding; got one of scores, "
-            f"{attention_mask.dtype} {tuple(attention_mask.shape)}"
-        )
     # Under autocast rotary embeddings make queries and keys float32.
     query, key, value = (x.to(query.dtype) for x in autocast_all(query.device.type, query, key, value))  # type: ignore[union-attr]
-    places = None if attention_mask is None else attention_mask.reshape(-1, 2)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return attention(query, key, value, scale, sliding_window or 0, places), None
+    return attention(query, key, value, scale, sliding_window or 0, places)
 
 
 def places_of_tokens(

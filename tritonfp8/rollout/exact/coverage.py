@@ -12,7 +12,7 @@ from tritonfp8.layers import is_own_forward
 from tritonfp8.layers.linear import is_converted, is_distributed, require_module
 from tritonfp8.layers.moe import RoutedExperts, is_converted_experts
 from tritonfp8.rollout.exact import families
-from tritonfp8.rollout.exact.attention import NAME
+from tritonfp8.rollout.exact.attention import NAMES
 from tritonfp8.rollout.exact.families import exact_class, is_plain, role_of
 from tritonfp8.rollout.exact.modules import activation_of
 
@@ -142,7 +142,7 @@ def _is_exact(module: nn.Module) -> bool:
 
 def _of_attention(module: Any) -> Iterator[str]:
     config = module.config
-    if config._attn_implementation != NAME:
+    if config._attn_implementation not in NAMES:
         yield f"its attention is {config._attn_implementation!r}: call make_exact"
     if getattr(module, "attention_dropout", None):
         yield f"dropout of attention ({module.attention_dropout}) changes training only: set attention_dropout to 0"

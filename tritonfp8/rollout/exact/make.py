@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 from torch import nn
@@ -9,9 +10,10 @@ from torch import nn
 from tritonfp8.conversion import bare
 from tritonfp8.layers import all_or_nothing, change_class, joined_class
 from tritonfp8.layers.linear import is_converted, require_module
-from tritonfp8.rollout.exact.attention import NAME, register
+from tritonfp8.rollout.exact.attention import NAME, NAMES, PAGED_NAME, exact_attention_forward, places_of_tokens
 from tritonfp8.rollout.exact.coverage import why_not_swapped
 from tritonfp8.rollout.exact.families import exact_class
+from tritonfp8.rollout.exact.paged import exact_paged_attention
 
 M = TypeVar("M", bound=nn.Module)
 # A compiler's fusions otherwise keep values in float32 that single operations round to bfloat16.
@@ -54,6 +56,16 @@ def make_exact(model: M) -> M:
     return model
 
 
+@functools.cache
+def register() -> None:
+    """Make the attention known to transformers, which is imported on demand."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, exact_attention_forward)
+    AttentionInterface.register(PAGED_NAME, exact_paged_attention)
+    AttentionMaskInterface.register(NAME, places_of_tokens)
+
+
 def is_exact(model: nn.Module) -> bool:
     """Whether a model of transformers has the attention of :func:`make_exact`."""
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) in NAMES
