@@ -103,6 +103,33 @@ def finished(largest, weight, sums, SCALE: tl.constexpr):
 
 
 @triton.jit
+def _step(
+    q, k, v, at, low, high, sequence, span, key, largest, weight, sums, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    D: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state of rows after a step of keys from ``key`` on."""
+    BLOCK_D: tl.constexpr = q.shape[1]
+    keys = load_keys(k, key, span.end, STEP, D, BLOCK_D, TMA)
+    scores = tl.dot(q, keys.T, input_precision=PRECISION)
+    hides = (key + STEP - 1 > low) | (key < span.start)
+    if WINDOW:
+        hides = hides | (key <= high - sequence.window)
+    if hides:
+        mask = seen(at[:, None], (key + tl.arange(0, STEP))[None, :], sequence, WINDOW)
+        scores = tl.where(mask, scores, float("-inf"))
+    raised = tl.maximum(largest, tl.max(scores, 1))
+    base = finite_base(raised)
+    old = tl.exp2((largest - base) * (SCALE * LOG2_E))
+    offset = base * (-SCALE * LOG2_E)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, SCALE * LOG2_E, tl.float32), offset[:, None]))
+    weight = tl.fma(weight, old, tl.sum(weights, 1))
+    values = load_keys(v, key, span.end, STEP, D, BLOCK_D, TMA)
+    sums = tl.dot(weights.to(values.dtype), values, sums * old[:, None], input_precision=PRECISION)
+    largest = raised
+    return largest, weight, sums
+
+
+@triton.jit
 def _split_state(
     q, k, v, at, sequence, span, split, WINDOW: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -117,23 +144,9 @@ def _split_state(
     low, high = tl.min(at, 0), tl.max(at, 0)
     skipped = tl.maximum(span.start - start, 0) // STEP * STEP
     for key in tl.range(start + skipped, tl.minimum(start + SPLIT, span.end), STEP):
-        keys = load_keys(k, key, span.end, STEP, D, BLOCK_D, TMA)
-        scores = tl.dot(q, keys.T, input_precision=PRECISION)
-        hides = (key + STEP - 1 > low) | (key < span.start)
-        if WINDOW:
-            hides = hides | (key <= high - sequence.window)
-        if hides:
-            mask = seen(at[:, None], (key + tl.arange(0, STEP))[None, :], sequence, WINDOW)
-            scores = tl.where(mask, scores, float("-inf"))
-        raised = tl.maximum(largest, tl.max(scores, 1))
-        base = finite_base(raised)
-        old = tl.exp2((largest - base) * (SCALE * LOG2_E))
-        offset = base * (-SCALE * LOG2_E)
-        weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, SCALE * LOG2_E, tl.float32), offset[:, None]))
-        weight = tl.fma(weight, old, tl.sum(weights, 1))
-        values = load_keys(v, key, span.end, STEP, D, BLOCK_D, TMA)
-        sums = tl.dot(weights.to(values.dtype), values, sums * old[:, None], input_precision=PRECISION)
-        largest = raised
+        largest, weight, sums = _step(
+            q, k, v, at, low, high, sequence, span, key, largest, weight, sums, WINDOW, SCALE, D, TMA, PRECISION
+        )
     return largest, weight, sums
 
 
@@ -189,11 +202,22 @@ def attention_kernel(
         largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
         sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for split in tl.range(span.first_split, span.last_split):
-            part_largest, part_weight, part_sums = _split_state(
-                q, keys, values, at, sequence, span, split, WINDOW, SCALE, D, TMA, PRECISION
+        part_largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        part_weight = tl.zeros((BLOCK_M,), tl.float32)
+        part_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        low, high = sequence.query + tile * BLOCK_M // GROUP, sequence.query + (tile * BLOCK_M + BLOCK_M - 1) // GROUP
+        begin_key = sequence.first + (span.start - sequence.first) // STEP * STEP
+        for key in tl.range(begin_key, span.end, STEP):
+            if (key - sequence.first) % SPLIT == 0:
+                largest, weight, sums = merged(largest, weight, sums, part_largest, part_weight, part_sums, SCALE)
+                part_largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                part_weight = tl.zeros((BLOCK_M,), tl.float32)
+                part_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            part_largest, part_weight, part_sums = _step(
+                q, keys, values, at, low, high, sequence, span, key, part_largest, part_weight, part_sums,
+                WINDOW, SCALE, D, TMA, PRECISION,
             )
-            largest, weight, sums = merged(largest, weight, sums, part_largest, part_weight, part_sums, SCALE)
+        largest, weight, sums = merged(largest, weight, sums, part_largest, part_weight, part_sums, SCALE)
         out, logsumexp = finished(largest, weight, sums, SCALE)
         _store_rows(out, logsumexp, out_ptr, logsumexp_ptr, batch, q_head, token, T, kv_heads * GROUP, D, mask, exists)
 
