@@ -2,7 +2,8 @@
 
 attention   forward, and forward with backward, over the fastest attention of torch
 step        forward and backward of compiled layers of Llama 8B, exact over not exact
-decode      time of a token behind a context, as a CUDA graph, over bf16 of transformers in the same
+decode      time of a token by calls of generate, over bf16 as transformers decodes it
+graph       time of a token behind a context, as one CUDA graph, over bf16 of transformers in the same
 refresh     new codes from the weights that train, over a copy of as many codes
 """
 
@@ -40,20 +41,22 @@ class Sizes(NamedTuple):
     Attributes:
         tokens: batches and lengths of training.
         sequences: how many are decoded at a time.
-        context: tokens that a decoded one reads.
+        new: tokens that a long generation has more than a short one.
+        context: tokens that a token of a graph reads.
         heads: of queries, of keys, and elements of a head.
         ffn, layers: of the model.
     """
 
     tokens: tuple[tuple[int, int], ...] = ((4, 4096), (1, 16384))
     sequences: tuple[int, ...] = (1, 8, 64)
+    new: int = 64
     context: int = 2048
     heads: tuple[int, int, int] = (32, 8, 128)
     ffn: int = 14336
     layers: int = 4
 
 
-SMOKE = Sizes(((1, 128),), (1,), 16, (4, 2, 16), 64, 1)
+SMOKE = Sizes(((1, 128),), (1,), 2, 16, (4, 2, 16), 64, 1)
 
 
 def seconds(steps: list[Step], device: torch.device) -> list[float]:
@@ -71,6 +74,15 @@ def seconds(steps: list[Step], device: torch.device) -> list[float]:
             timers.synchronize(device)
             times.append((time.perf_counter() - began) / 5)
     return [statistics.median(times) for times in found]
+
+
+def wall(call: Step, device: torch.device) -> float:
+    """Seconds of a call, until the device is done."""
+    timers.synchronize(device)
+    began = time.perf_counter()
+    call()
+    timers.synchronize(device)
+    return time.perf_counter() - began
 
 
 def model(sizes: Sizes, device: torch.device) -> Any:
@@ -149,6 +161,33 @@ def step(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
         yield {"kind": "step", "tokens": f"{batch} x {length}", "contender": name, "seconds": found}
 
 
+def decode(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Rows of a decoded token, by contender: the time that more tokens take."""
+    made = model(sizes, device)
+    converted = model(sizes, device)
+    tritonfp8.convert(converted, RECIPE, batch_invariant=True)
+    rollout = Rollout(make_exact(converted))
+    for count in sizes.sequences:
+        ids = torch.randint(1, 1000, (count, 128), device=device)
+
+        def exact(new: int, ids: Tensor = ids) -> None:
+            rollout.generate(ids, max_new_tokens=new, do_sample=False)
+
+        def plain(new: int, ids: Tensor = ids) -> None:
+            made.generate(ids, max_new_tokens=new, do_sample=False, cache_implementation="static")
+
+        for name, generate in (("bf16", plain), ("exact", exact)):
+            short, long = 8, 8 + sizes.new
+            # The first ones compile, and size the cache, which a graph reads at its address.
+            for new in (long, short, long):
+                generate(new)
+            times = [wall(functools.partial(generate, new), device) for new in (short, long) * ROUNDS]
+            found = (statistics.median(times[1::2]) - statistics.median(times[::2])) / sizes.new
+            yield {"kind": "decode", "tokens": str(count), "contender": name, "seconds": found}
+        rollout.release()
+        torch._dynamo.reset()
+
+
 def replay(graph: torch.cuda.CUDAGraph, owner: Step) -> None:
     """Replay a graph, which does not own what it reads: ``owner`` does."""
     graph.replay()
@@ -179,7 +218,7 @@ def decoding(made: Any, sizes: Sizes, count: int, device: torch.device, options:
     return functools.partial(replay, graph, decode_token)
 
 
-def decode(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
+def graph(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
     """Rows of a decoded token behind a context, by contender."""
     made = model(sizes, device).eval()
     converted = model(sizes, device)
@@ -192,7 +231,7 @@ def decode(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
         }
         for name, found in zip(steps, seconds(list(steps.values()), device), strict=True):
             what = {"tokens": str(count), "context": sizes.context, "contender": name}
-            yield {"kind": "decode", **what, "seconds": found}
+            yield {"kind": "graph", **what, "seconds": found}
         torch._dynamo.reset()
 
 
@@ -214,7 +253,7 @@ def refresh(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
             yield {"kind": "refresh", "tokens": dtype_name, "contender": name, "seconds": found}
 
 
-MEASURES = {"attention": attention, "step": step, "decode": decode, "refresh": refresh}
+MEASURES = {"attention": attention, "step": step, "decode": decode, "graph": graph, "refresh": refresh}
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -228,8 +267,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Of attention, step, decode and refresh, separated by commas.")] = (
-        "attention,step,decode,refresh"
+    only: Annotated[str, typer.Option(help="Of attention, step, decode, graph and refresh, separated by commas.")] = (
+        "attention,step,decode,graph,refresh"
     ),
     smoke: Annotated[bool, typer.Option(help="Small sizes, which say nothing about speed.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for rollout.json.")] = None,

@@ -65,14 +65,14 @@ ROOM_LINES = {
     "layers": 6785,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
-    "export": 2725,  # load_tensors: an export into a model that generates; the headers of a stream, and its check
+    "export": 2800,  # load_tensors, the headers of a stream, and its check; what rounding again costs, in dB
     "rollout": 2880,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
     "workflow": 3500,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file
     "training": 1460,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
     "warmup": 1430,
-    "integrations": 800,  # figures of sampled steps in the logs of two trainers
+    "integrations": 940,  # figures of sampled steps in the logs of two trainers; from_pretrained
     "advice": 1935,  # tritonfp8 advise: blocks, steps and layers measured or predicted, and a recommendation
     "cli": 470,  # the command advise
     "__main__": 10,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, UE8M0, CheckpointFormat
+from tritonfp8.export.files import find_config
 from tritonfp8.specs import BLOCKS, TENSORWISE, QuantSpec
 from tritonfp8.specs.checks import require, shown
 
@@ -54,6 +56,12 @@ def groups(config: Mapping[str, Any]) -> list[FormatGroup]:
         )
     require("quant_method of the quantization config", method, tuple(_READERS))
     return _READERS[str(method)](config)
+
+
+def specs_of(folder: Path) -> list[QuantSpec]:
+    """The specs of the codes that the config of a checkpoint speaks of; none of a checkpoint in high precision."""
+    config = find_config(folder)
+    return [] if config is None else [group.row.spec for group in groups(config)]
 
 
 def row_of(found: list[FormatGroup], names: tuple[str, ...], classes: tuple[str, ...]) -> CheckpointFormat | None:

@@ -20,6 +20,7 @@ CONFIG, QUANTIZATION_CONFIG, GENERATION_CONFIG = "config.json", "quantization_co
 ENTRY = "quantization_config"
 # ModelOpt writes it beside a config.json that does not speak of it.
 MODELOPT_CONFIG = "hf_quant_config.json"
+_MISSING = f"neither {CONFIG} with an entry {ENTRY!r}, nor {QUANTIZATION_CONFIG}"
 # As safetensors spells them.
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -54,6 +55,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: no folder, no config, or one that is no JSON object.
     """
+    found = find_config(folder)
+    if found is None:
+        raise ValueError(
+            f"{folder} has no quantization config: {_MISSING}. A checkpoint in high precision is read by the loader of "
+            "its library"
+        )
+    return found
+
+
+def find_config(folder: Path) -> dict[str, Any] | None:
+    """As :func:`read_config`; None of a checkpoint in high precision."""
     if not folder.is_dir():
         raise ValueError(f"{folder} must be the folder of a checkpoint; it does not exist")
     for name in (CONFIG, QUANTIZATION_CONFIG):
@@ -67,16 +79,12 @@ def read_config(folder: Path) -> dict[str, Any]:
             return config
     if (folder / MODELOPT_CONFIG).is_file():
         return {"quant_method": "modelopt"}
-    missing = f"neither {CONFIG} with an entry {ENTRY!r}, nor {QUANTIZATION_CONFIG}"
     if codes := _codes_in(folder):
         raise ValueError(
-            f"{folder} has no quantization config ({missing}), and {codes} has codes, whose blocks the config would "
+            f"{folder} has no quantization config ({_MISSING}), and {codes} has codes, whose blocks the config would "
             "say: copy it from the checkpoint that the model came from"
         )
-    raise ValueError(
-        f"{folder} has no quantization config: {missing}. A checkpoint in high precision is read by the loader of its "
-        "library"
-    )
+    return None
 
 
 def _codes_in(folder: Path) -> str | None:

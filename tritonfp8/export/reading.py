@@ -19,10 +19,19 @@ from tritonfp8.conversion import bare, reshard
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.configs import FormatGroup, groups, scales_of_activations
 from tritonfp8.export.experts import rows_of_block
-from tritonfp8.export.files import Read, Stored, given_tensors, headers_of, opened_all, read_config, stored_tensors
+from tritonfp8.export.files import (
+    Read,
+    Stored,
+    find_config,
+    given_tensors,
+    headers_of,
+    opened_all,
+    read_config,
+    stored_tensors,
+)
 from tritonfp8.export.matching import Match, Placed, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
-from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport
+from tritonfp8.export.report import LoadedLayer, LoadReport, loaded_layer
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.linear import is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
@@ -83,13 +92,24 @@ def load(
     model = bare(model)
     require_type("folder", folder, str | Path, "a str or a Path")
     patterns, root = patterns_of(ignore), Path(folder)
-    config = read_config(root)
-    found, stored = groups(config), stored_tensors(root)
-    matched = _matched(model, stored, found, patterns, scales_of_activations(config))
+    return _load(model, root, read_config(root), patterns, torch.device(device))
+
+
+def load_any(model: nn.Module, root: Path, device: torch.device) -> LoadReport:
+    """As :func:`load`, also of checkpoints in high precision."""
+    return _load(model, root, find_config(root), (), device)
+
+
+def _load(
+    model: nn.Module, root: Path, config: dict[str, Any] | None, patterns: Collection[str], device: torch.device
+) -> LoadReport:
+    found, static = ([], ()) if config is None else (groups(config), scales_of_activations(config))
+    stored = stored_tensors(root)
+    matched = _matched(model, stored, found, patterns, static)
     with opened_all(root, stored) as read:
         _check_scales(matched.jobs, read)
-        filled = _fill_all(_prepared(matched.jobs, read, torch.device(device)))
-    return _report(model, matched, filled)
+        filled = _fill_all(_prepared(matched.jobs, read, device))
+    return _report(model, matched, filled, 2)
 
 
 def load_tensors(
@@ -130,7 +150,7 @@ def load_tensors(
     prepared = list(_prepared(matched.jobs, given.__getitem__, torch.device(device)))
     with uninterrupted():
         filled = _fill_all(prepared)
-    return _report(model, matched, filled)
+    return _report(model, matched, filled, 1)
 
 
 def _matched(
@@ -146,13 +166,16 @@ def _matched(
     return match(stored, model_places, found, patterns, static)
 
 
-def _report(model: nn.Module, matched: Match, filled: tuple[dict[str, LoadedLayer], dict[str, str]]) -> LoadReport:
+def _report(
+    model: nn.Module, matched: Match, filled: tuple[dict[str, LoadedLayer], dict[str, str]], depth: int
+) -> LoadReport:
+    """The report; ``depth`` is the number of functions between the caller's call and this one."""
     on_meta = buffers_on_meta(model)
     if on_meta:
         warnings.warn(
             f"checkpoints do not have these buffers, which are on the meta device still: {listed(on_meta)}. Build the "
             "model with its buffers in memory, or compute them",
-            stacklevel=3,
+            stacklevel=depth + 2,
         )
     return LoadReport(*filled, matched.ignored, matched.left, tuple(on_meta), matched.of_activations)
 
@@ -215,10 +238,10 @@ def _fill_all(prepared: Iterable[_Prepared]) -> tuple[dict[str, LoadedLayer], di
             copied[job.name_in_model] = source
         elif isinstance(source, Quantized):
             assert job.row is not None
-            layers[job.layer] = LoadedLayer(_shown_format(job.row), _again(job, weight, source))
+            layers[job.layer] = _loaded(job.owner, _shown_format(job.row), weight, source)
         elif formats := {_shown_format(job.row) for job in jobs if job.row is not None}:
-            again = _again_stack(job.owner, source, weight, plain_weight(x) if is_exact else None)
-            layers[job.place.name] = LoadedLayer(f"{' and '.join(sorted(formats))}, of each expert", again)
+            shown = f"{' and '.join(sorted(formats))}, of each expert"
+            layers[job.place.name] = _loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
         else:
             copied[job.place.name] = "copied, of each expert"
     return layers, copied
@@ -306,31 +329,6 @@ def _stacked_values(jobs: list[Placed], read: Read, device: torch.device) -> tup
     return x, is_exact
 
 
-def _again_stack(owner: Any, made: StoredMatrices | None, weight: Tensor, values: Tensor | None) -> str | None:
-    """What the recipe of experts makes of their new weight.
-
-    Args:
-        owner: the experts.
-        made: the codes that were read, if they belong to one weight.
-        weight: the new weight, stored or not.
-        values: what was read; None if it is not exact.
-    """
-    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
-    if spec is None or weight.dtype not in DTYPES:
-        return None
-    again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec)
-    if made is not None and spec.block == made.spec.block and _are_equal(again._both(), made._both()):
-        return SAME_CODES
-    return SAME_VALUES if values is not None and torch.equal(again.dequantize(), values) else ROUNDED
-
-
-def _are_equal(codes: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> bool:
-    """Whether codes and scales of one spec are equal to the bit; scales may have several dtypes."""
-    (qdata, scale), (other_qdata, other_scale) = codes, others
-    is_same_scale = torch.equal(scale.float(), other_scale.float())
-    return is_same_scale and torch.equal(qdata.view(torch.uint8), other_qdata.view(torch.uint8))
-
-
 def _device_of(target: Tensor, device: torch.device) -> torch.device:
     return device if target.device.type == "meta" else target.device
 
@@ -383,13 +381,20 @@ def _fill(place: Place, x: Tensor) -> Tensor:
     return tensor
 
 
-def _again(job: Placed, weight: Tensor, q: Quantized) -> str | None:
-    """What the recipe of the layer makes of its new weight."""
-    owner: Any = job.owner
-    spec = owner.recipe.output.rhs if is_converted(owner) else None
-    if spec is None:
-        return None
-    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, spec)
-    if spec.block == q.spec.block and _are_equal((again.qdata, again.scale), (q.qdata, q.scale)):
-        return SAME_CODES
-    return SAME_VALUES if torch.equal(dequantize(again, torch.float32), dequantize(q, torch.float32)) else ROUNDED
+def _loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:
+    """What the recipe of a layer makes of its new weight."""
+    if not is_converted(owner) or owner.recipe.output.rhs is None:
+        return LoadedLayer(shown, None)
+    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
+    return loaded_layer(shown, again, read, dequantize(read, torch.float32), True)
+
+
+def _loaded_experts(
+    owner: Any, shown: str, weight: Tensor, read: StoredMatrices | str | None, values: Tensor, is_exact: bool
+) -> LoadedLayer:
+    """As :func:`_loaded`; ``values`` were read, in the dtype of the parameter."""
+    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
+    if spec is None or weight.dtype not in DTYPES:
+        return LoadedLayer(shown, None)
+    again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec)
+    return loaded_layer(shown, again, read, values, is_exact)

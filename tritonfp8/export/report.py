@@ -6,7 +6,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from tritonfp8.functional import dequantize
+from tritonfp8.layers.stored import StoredMatrices
 from tritonfp8.specs.naming import columns, repeated
+from tritonfp8.specs.quantized import Quantized
+from tritonfp8.specs.testing import sqnr
 
 SAME_CODES = "codes kept"
 SAME_VALUES = "values kept"
@@ -95,13 +102,50 @@ class LoadedLayer:
         again: what quantizing the weight by the layer's recipe gives: ``"codes kept"`` (the codes and scales of the
             checkpoint, to the bit), ``"values kept"`` (other codes that stand for the same values), or
             ``"rounded again"``. None if the layer is not converted, or its recipe keeps ``output`` in high precision.
+        sqnr_db: if they are rounded again, the signal-to-quantization-noise ratio of the new values to the values of
+            the checkpoint, in dB; else None.
     """
 
     loaded_as: str
     again: str | None
+    sqnr_db: float | None = None
 
     def __str__(self) -> str:
-        return self.loaded_as if self.again is None else f"{self.loaded_as}; by its recipe: {self.again}"
+        if self.again is None:
+            return self.loaded_as
+        cost = "" if self.sqnr_db is None else f" ({self.sqnr_db:.1f} dB)"
+        return f"{self.loaded_as}; by its recipe: {self.again}{cost}"
+
+
+def loaded_layer(
+    loaded_as: str, again: Quantized | StoredMatrices, read: Any, values: Tensor, exact: bool
+) -> LoadedLayer:
+    """A layer with a recipe.
+
+    Args:
+        loaded_as: as text.
+        again: what the recipe makes of its new weight.
+        read: codes that were read, of the kind of ``again``; None if no weight has them together.
+        values: what the codes that were read stand for.
+        exact: whether ``values`` are that to the bit.
+    """
+    if read is not None and again.spec.block == read.spec.block and _are_equal(_both(again), _both(read)):
+        return LoadedLayer(loaded_as, SAME_CODES)
+    new = again.dequantize() if isinstance(again, StoredMatrices) else dequantize(again, values.dtype)
+    if exact and torch.equal(new, values):
+        return LoadedLayer(loaded_as, SAME_VALUES)
+    return LoadedLayer(loaded_as, ROUNDED, sqnr(new, values))
+
+
+def _both(x: Quantized | StoredMatrices) -> tuple[Tensor, Tensor]:
+    return (x.qdata, x.scale) if isinstance(x, Quantized) else x._both()
+
+
+def _are_equal(codes: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> bool:
+    """Whether codes and scales of one spec are equal to the bit; scales may have several dtypes."""
+    (qdata, scale), (other_qdata, other_scale) = codes, others
+    is_same_scale = torch.equal(scale.float(), other_scale.float())
+    return is_same_scale and torch.equal(qdata.view(torch.uint8), other_qdata.view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -137,6 +181,8 @@ class LoadReport:
         total += "".join(
             f", {kept.count(again)} {again}" for again in (SAME_CODES, SAME_VALUES, ROUNDED) if again in kept
         )
+        if costs := [layer.sqnr_db for layer in self.layers.values() if layer.sqnr_db is not None]:
+            total += f" (from {min(costs):.1f} dB)"
         if self.ignored:
             total += f", {len(self.ignored)} ignored"
         notes = []

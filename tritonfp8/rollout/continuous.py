@@ -19,24 +19,11 @@ import torch
 from torch import Tensor
 
 from tritonfp8.rollout.exact import PAGED_NAME
-from tritonfp8.rollout.scoring import chosen_log_probs
+from tritonfp8.rollout.scoring import RawLogits, chosen_log_probs, processing
 
 # Tokens of a block of pages, and the most tokens of a step, unless a caller's config says otherwise.
 _BLOCK, _STEP = 32, 8192
 _SECONDS = 0.1
-
-
-class _RawLogits:
-    """Sees the logits of a step before they are changed."""
-
-    supports_continuous_batching = True
-    logits: Tensor
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``scores`` float32 ``[n, vocabulary]``."""
-        # Processors behind this one may write to it.
-        self.logits = scores.clone()
-        return scores
 
 
 @functools.cache
@@ -63,7 +50,7 @@ def _chooser() -> Any:
 
         def __init__(
             self,
-            seen: _RawLogits,
+            seen: RawLogits,
             lengths: Sequence[int],
             new: int,
             temperature: float,
@@ -132,7 +119,7 @@ def generate_paged(
 
     Raises:
         RuntimeError: a sequence failed, with the text of its error.
-        ValueError: an option that is none of the generation config.
+        ValueError: an option that the generation config does not have.
     """
     from transformers import ContinuousBatchingConfig
 
@@ -143,13 +130,13 @@ def generate_paged(
     if unknown := config.update(**options, do_sample=do_sample):
         raise ValueError(f"continuous batching takes options of the generation config; got {', '.join(unknown)}")
     end = config.eos_token_id = -1 if config.eos_token_id is None else config.eos_token_id
-    seen, places = _RawLogits(), len(prompts) * new + 1
+    seen, places = RawLogits(), len(prompts) * new + 1
     noise = torch.rand(places, dtype=torch.float64, device=model.device) if do_sample else None
     chooser = _chooser()(seen, [len(each) for each in prompts], new, temperature, noise, model.device)
     if model.device.type == "cuda":
         # The steps run on another stream.
         torch.cuda.synchronize(model.device)
-    with _between(model, seen, chooser), _paged(model, computing):
+    with processing(model, seen, chooser), _paged(model, computing):
         manager = model.init_continuous_batching(config, settings)
         # The list counts the processors that it converts only.
         manager.logit_processor.tensors_required += 1
@@ -188,25 +175,8 @@ def _blocks(model: Any, prompts: Sequence[Sequence[int]], new: int) -> int:
     config = model.config.get_text_config(decoder=True)
     kinds = Counter(getattr(config, "layer_types", None) or ["one"] * config.num_hidden_layers).values()
     groups = sum(kinds) // math.gcd(*kinds)
-    # A sequence begins only while some are free, beside those that others may still need.
+    # A sequence begins only while some are free, beside what others may still need.
     return groups * sum(-(-(len(ids) + new) // _BLOCK) + 1 for ids in prompts) + groups * 4
-
-
-@contextmanager
-def _between(model: Any, first: Any, last: Any) -> Iterator[None]:
-    """Put processors before and behind the ones that the generation config asks for."""
-
-    def processors(*args: Any, **options: Any) -> Any:
-        found = type(model)._get_logits_processor(model, *args, **options)
-        found.insert(0, first)
-        found.append(last)
-        return found
-
-    model._get_logits_processor = processors
-    try:
-        yield
-    finally:
-        del model._get_logits_processor
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tritonfp8.layers.linear import autocast_dtype, require_module
 from tritonfp8.layers.stored import stored_part
 from tritonfp8.rollout.continuous import generate_paged
 from tritonfp8.rollout.exact import EXACT_OPTIONS, is_exact
-from tritonfp8.rollout.scoring import check_temperature, chosen_log_probs, inside
+from tritonfp8.rollout.scoring import RawLogits, check_temperature, chosen_log_probs, inside, processing
 from tritonfp8.rollout.sharing import OwnWeight, own_weights, read_all, second_model
 from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.naming import listed
@@ -226,7 +226,7 @@ class Rollout:
         if "cache_implementation" not in options:
             sampling["past_key_values"] = self._static_cache(len(ids), ids.shape[1] + max_new_tokens, options)
         chosen = _Chosen(temperature)
-        with _seeded(seed, ids.device), self.computing(), _seeing(self.model, chosen):
+        with _seeded(seed, ids.device), self.computing(), processing(self.model, chosen):
             sequences = self.model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=do_sample,
                 **{**sampling, **options},
@@ -337,25 +337,22 @@ def _checked(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return mask
 
 
-class _Chosen:
-    """Sees the logits of each step before they are changed, and keeps the log-probs of the tokens that were chosen."""
+class _Chosen(RawLogits):
+    """Keeps the log-probs of the tokens that were chosen: of each step when the next one begins."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
         self._found: list[Tensor] = []
-        self._logits: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """A processor of transformers: ``scores`` float32 ``[B, vocabulary]`` of the token behind ``input_ids``."""
+        """``scores`` float32 ``[B, vocabulary]``."""
         self._take(input_ids[:, -1])
-        # Processors behind this one may write to it.
-        self._logits = scores.clone()
-        return scores
+        return super().__call__(input_ids, scores)
 
     def _take(self, tokens: Tensor) -> None:
-        if self._logits is not None:
-            self._found.append(chosen_log_probs(self._logits, tokens, self._temperature))
-        self._logits = None
+        if self.logits is not None:
+            self._found.append(chosen_log_probs(self.logits, tokens, self._temperature))
+        self.logits = None
 
     def log_probs(self, new: Tensor) -> Tensor:
         """float32 ``[B, new]`` of all tokens that were generated."""
@@ -375,19 +372,3 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         if seed is not None:
             torch.manual_seed(seed)
         yield
-
-
-@contextmanager
-def _seeing(model: Any, chosen: _Chosen) -> Iterator[None]:
-    """Let ``chosen`` see the model's logits first. Processors that a caller passes see what others changed."""
-
-    def first(*args: Any, **options: Any) -> Any:
-        found = type(model)._get_logits_processor(model, *args, **options)
-        found.insert(0, chosen)
-        return found
-
-    model._get_logits_processor = first
-    try:
-        yield
-    finally:
-        del model._get_logits_processor

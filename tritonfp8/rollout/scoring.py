@@ -1,8 +1,11 @@
-"""Log-probs of tokens: one function for the tokens that a model generates and for the tokens that it trains on."""
+"""Log-probs of tokens: one function for the tokens that a model generates and for the tokens that it trains on; and how
+logits are seen while a model generates."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,3 +82,33 @@ def check_temperature(temperature: float) -> None:
     """Raise ValueError unless a temperature is a positive number."""
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0 (greedy decoding is do_sample=False); got {temperature}")
+
+
+class RawLogits:
+    """A processor of transformers that sees the logits of a step before they are changed."""
+
+    supports_continuous_batching = True
+    logits: Any = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """``scores`` float32 ``[n, vocabulary]`` of the tokens behind ``input_ids``."""
+        # Processors behind this one may write to it.
+        self.logits = scores.clone()
+        return scores
+
+
+@contextmanager
+def processing(model: Any, first: RawLogits, *last: Any) -> Iterator[None]:
+    """Put processors before and behind the processors that a caller, or the generation config, asks for."""
+
+    def processors(*args: Any, **options: Any) -> Any:
+        found = type(model)._get_logits_processor(model, *args, **options)
+        found.insert(0, first)
+        found.extend(last)
+        return found
+
+    model._get_logits_processor = processors
+    try:
+        yield
+    finally:
+        del model._get_logits_processor

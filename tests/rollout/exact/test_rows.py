@@ -48,7 +48,7 @@ def test_float32(kind, recipe, device):
 def test_float32_weights_under_autocast(kind, device):
     model = exact(kind, "rowwise", torch.float32, device)
     with torch.autocast(device, torch.bfloat16):
-        # The static cache of a Rollout takes keys and values of two dtypes, that of transformers does not.
+        # The static cache of a Rollout takes keys and values of two dtypes, and transformers' own does not.
         check(model, sequences(device=device), (False,))
 
 

@@ -32,9 +32,9 @@ FAULTS = (
         (_GENERATOR, "-k", "ctrl_c"),
     ),
     (
-        "tritonfp8/rollout/generator.py",
-        "found.insert(0, chosen)",
-        "found.append(chosen)",
+        "tritonfp8/rollout/scoring.py",
+        "found.insert(0, first)",
+        "found.append(first)",
         "log-probs are of what top-k and penalties leave",
         (_GENERATOR, "-k", "changes_the_choice"),
     ),

@@ -1,6 +1,7 @@
 """The faults about codes that are taken for values, as arguments of ``Mutant``."""
 
 _CODES = ("tests/layers/test_codes.py",)
+_PRETRAINED = "tests/clients/models/test_pretrained.py"
 
 FAULTS = (
     (
@@ -65,5 +66,19 @@ FAULTS = (
         "x, source)",
         "codes of a stream become values, and these are quantized again",
         ("tests/export/test_stream.py", "tests/export/test_stored.py"),
+    ),
+    (
+        "tritonfp8/integrations/pretrained.py",
+        "        for name, rhs in read.items():",
+        "        for name, rhs in ():",
+        "a checkpoint is rounded again by a recipe with other blocks",
+        (_PRETRAINED, "-k", "reads_the_codes and fine_grained and qwen3"),
+    ),
+    (
+        "tritonfp8/integrations/pretrained.py",
+        'model.to(device).requires_grad_(train == "full")',
+        "model.to(device)",
+        "a base trains beside its adapters",
+        (_PRETRAINED, "-k", "reads_the_codes and fine_grained and qwen3"),
     ),
 )

@@ -370,7 +370,10 @@ CASES = {
     "reinforcement.md-0": Case(rollout_models.given, rollout_models.check_trained, ranks=False),
     "reinforcement.md-1": Case(rollout_models.exact_given, rollout_models.check_exact, ranks=False),
     "transformers.md-0": Case(trainer, check_trainer, ranks=False),
-    "transformers.md-1": Case(accelerated, check_fsdp),
+    "transformers.md-1": Case(
+        lambda mesh: checks.saved(in_an_empty_folder(mesh) | with_lora(mesh)), checks.check_saved, False
+    ),
+    "transformers.md-2": Case(accelerated, check_fsdp),
     "verify.md-0": Case(verified, checks.check_verified, ranks=False),
     "verify.md-1": Case(verified, checks.check_step, ranks=False),
     "lightning.md-0": Case(lightning_trainer, check_trainer, ranks=False),

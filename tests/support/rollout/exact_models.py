@@ -16,7 +16,7 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 128}
-# Beside those of rollout_models: the class, and what its config adds.
+# More than rollout_models has: the class, and what its config adds.
 OTHERS = {
     "mistral": ("Mistral", {"sliding_window": 7}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tritonfp8
-from tritonfp8.layers.stored import StoredMatrices, StoredWeight
+from tritonfp8.layers.stored import StoredMatrices, StoredWeight, is_stored
 
 HIDDEN = 64
 
@@ -200,3 +200,16 @@ def check_engine(names):
     found = unfused([dict(names["engine"].named_parameters())], "llama", "fine_grained")
     for name, x in tritonfp8.export.tensors(model, "fine_grained"):
         assert torch.equal(bytes_of(found[name]), bytes_of(x)), name
+
+
+def saved(names):
+    names["model"].save_pretrained("checkpoint")
+    return names
+
+
+def check_saved(names):
+    os.chdir(names["before"])
+    trained = [name for name, parameter in names["model"].named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert any(is_stored(module) for module in names["base"].modules())

@@ -155,7 +155,7 @@ def _of_attention(module: Any) -> Iterator[str]:
 def _of_settings(module: Any, family: str, role: str) -> Iterator[str]:
     config = getattr(module, "config", None)
     if role == "ForCausalLM" and getattr(config, "final_logit_softcapping", None):
-        yield "its logits are capped by tanh, of which compiled code has other bits"
+        yield "its logits are capped by tanh, whose bits differ in compiled code"
     if role == "SparseMoeBlock" and getattr(module, "jitter_noise", None):
         yield f"noise on routers (router_jitter_noise={module.jitter_noise}) changes training only: set it to 0"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:

@@ -1,0 +1,132 @@
+"""from_pretrained: a checkpoint of transformers, quantized or not, as a model whose weights are stored in 8 bits."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from tritonfp8 import quantized_init, recipes
+from tritonfp8.conversion import convert, revert
+from tritonfp8.conversion.selection import converted
+from tritonfp8.export import load_any, specs_of
+from tritonfp8.layers.stored import is_stored, names_of_weights, why_experts_stay
+from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.checks import require
+
+# By the blocks of its weights the recipe that reads codes as they are; the first is for checkpoints without codes.
+RECIPES = ("rowwise", "blockwise", "mxfp8")
+TRAIN = (None, "adapters", "full")
+log = logging.getLogger("tritonfp8")
+
+
+def from_pretrained(
+    folder: str | Path,
+    recipe: str | Recipe | None = None,
+    train: Literal["adapters", "full"] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    **changes: Any,
+) -> PreTrainedModel:
+    """Load a checkpoint of transformers into a model whose linear layers and experts store their weights in 8 bits.
+
+    It reads what :func:`tritonfp8.export.load` reads (``quantization_config`` of fine-grained FP8 and of
+    compressed-tensors), and checkpoints in high precision. The model is built on the meta device and filled tensor by
+    tensor: no weight that is stored is ever in memory in high precision with another one. Codes whose scales are powers
+    of two are kept where the recipe has their blocks. A log record (``tritonfp8``, INFO) is the report, which says for
+    each layer what was kept, and what rounding it again costs in dB.
+
+    Args:
+        folder: of the checkpoint, or its name on the Hugging Face Hub.
+        recipe: of all layers. Default: the recipe that reads the codes of the checkpoint as they are; ``"rowwise"`` for
+            one scale a weight, and for checkpoints in high precision.
+        train: None to generate: eval mode, all parameters frozen. ``"adapters"``: frozen, in training mode, for
+            adapters such as peft's. ``"full"``: all parameters train. Stored weights have no copy in high precision
+            and count as float32, so ``dtype`` is float32; experts are not stored then. Step them by
+            :class:`tritonfp8.optim.AdamW`, which rounds at random; compute in bfloat16 by autocast.
+        dtype: of parameters that are not stored. Default: as the config says, float32 for ``"full"``.
+        device: where the model is made.
+        **changes: to attributes of the config, such as ``attn_implementation``.
+
+    Returns:
+        The model, of the class that the config names. It has no ``quantization_config``: for transformers it is a model
+        in high precision, which trains, and which ``save_pretrained`` writes in high precision.
+        :func:`tritonfp8.export.save` writes codes.
+
+    Raises:
+        ValueError: as :func:`tritonfp8.export.load`; an unknown ``train`` or recipe, a ``dtype`` that ``"full"`` does
+            not have, or a config that names no class of transformers.
+    """
+    require("train", train, TRAIN)
+    if train == "full" and dtype not in (None, torch.float32):
+        raise ValueError(f"train='full' steps weights that count as float32: leave out dtype; got {dtype}")
+    root = _local(folder)
+    config = AutoConfig.from_pretrained(root, **changes)
+    config.__dict__.pop("quantization_config", None)
+    chosen = recipes.get(recipe or _recipe_of(specs_of(root)))
+    model = _on_meta(config, chosen, torch.float32 if train == "full" else dtype or config.dtype or torch.float32)
+    if train == "full":
+        _give_back_experts(model)
+    report = load_any(model, root, torch.device(device))
+    log.info("%s as %s: %s", folder, chosen.name, report)
+    model.to(device).requires_grad_(train == "full")
+    if train == "full":
+        convert(model, chosen, weight_storage="quantized")
+    if (root / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(root)
+    model.config.name_or_path = model.name_or_path = str(folder)
+    return model.train(train is not None)
+
+
+def _local(folder: str | Path) -> Path:
+    if (root := Path(folder)).is_dir():
+        return root
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:
+        raise ValueError(f"{folder} must be the folder of a checkpoint, or its name on the Hub: {error}") from error
+
+
+def _recipe_of(specs: list[QuantSpec]) -> str:
+    """The recipe that reads the codes of the first spec that has one; one scale a weight is one for each row, too."""
+    read = {name: recipes.get(name).output.rhs for name in RECIPES}
+    for spec in specs:
+        for name, rhs in read.items():
+            if rhs is not None and (rhs.block, rhs.scale_format) == (spec.block, spec.scale_format):
+                return name
+    return RECIPES[0]
+
+
+def _on_meta(config: PretrainedConfig, recipe: Recipe, dtype: torch.dtype) -> Any:
+    """The model on the meta device, buffers in memory."""
+    names = getattr(config, "architectures", None) or [""]
+    made_of = getattr(transformers, names[0], None)
+    if made_of is None:
+        raise ValueError(
+            f"config.json must name a class of transformers in 'architectures'; got {names[0] or 'none'}. A model with "
+            "code of its own is made inside of tritonfp8.quantized_init, and filled by tritonfp8.export.load"
+        )
+    with init_empty_weights(include_buffers=False), quantized_init(recipe):
+        model = made_of._from_config(config, dtype=dtype)
+    # accelerate gives each name a tensor of its own.
+    model.tie_weights()
+    return model
+
+
+def _give_back_experts(model: nn.Module) -> None:
+    """Plain weights for experts, which are not stored where they train."""
+    for layer in converted(model).values():
+        for key in names_of_weights(layer) if is_stored(layer) else ():
+            layer._parameters[key].requires_grad_()  # type: ignore[union-attr]
+        if why_experts_stay(layer, False) is not None:
+            revert(layer)
