@@ -214,8 +214,23 @@ def attention_kernel(
                 part_weight = tl.zeros((BLOCK_M,), tl.float32)
                 part_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             part_largest, part_weight, part_sums = _step(
-                q, keys, values, at, low, high, sequence, span, key, part_largest, part_weight, part_sums,
-                WINDOW, SCALE, D, TMA, PRECISION,
+                q,
+                keys,
+                values,
+                at,
+                low,
+                high,
+                sequence,
+                span,
+                key,
+                part_largest,
+                part_weight,
+                part_sums,
+                WINDOW,
+                SCALE,
+                D,
+                TMA,
+                PRECISION,
             )
         largest, weight, sums = merged(largest, weight, sums, part_largest, part_weight, part_sums, SCALE)
         out, logsumexp = finished(largest, weight, sums, SCALE)

@@ -20,21 +20,20 @@ assert (kernels.SPLIT.value, kernels.STEP.value) == (reference.SPLIT, reference.
 _ON_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
 _LONGEST, _DELTA_ROWS = 256, 16
 
-
 # Rows of a tile, and warps. Both give a row the same bits; fewer rows would take another instruction, which sums in
 # another order.
 _FEW, _MANY = (64, 4), (128, 8)
 # One for all numbers of rows: where warps share a row, or without tensor cores, the layout decides the order of sums.
 _WIDE_HEAD, _FLOAT32 = (64, 8), (16, 8)
-_STAGES = 2
 
 
-def _tile(rows: int, q: View) -> tuple[int, int]:
+def _tile(rows: int, q: View, is_ahead: bool) -> tuple[int, int]:
     if q.dtype == torch.float32:
         return _FLOAT32
     if q.shape[3] > 128:
         return _WIDE_HEAD
-    return _FEW if rows <= _FEW[0] else _MANY
+    # Two programs with a small tile each fill a multiprocessor of Hopper, where TMA loads keys ahead without registers.
+    return _FEW if is_ahead or rows <= _FEW[0] else _MANY
 
 
 def _has_rows(*heads: View) -> bool:
@@ -85,10 +84,11 @@ def plan_parts(
         return None
     group, heads = hq // hkv, b * hkv
     rows, slots = t * group, _slots(t, s, window)
-    block_m, warps = tile or _tile(rows, q)
-    parts = rows <= block_m and (slots > 1 if parts is None else parts)
     # A cache may have anything behind its last query: pointers leave that out.
     tma = (plan.device.has_tma if tma is None else tma) and places is None and all(map(_has_tma_layout, (k, v)))
+    is_ahead = tma and plan.device.has_warpgroup_mma and q.itemsize == 2 and d <= 128
+    block_m, warps = tile or _tile(rows, q, is_ahead)
+    parts = rows <= block_m and (slots > 1 if parts is None else parts)
     out, logsumexp = plan.empty((b, t, hq, d), q.dtype), plan.empty((b, hq, t), torch.float32)
     block_d = max(16, triton.next_power_of_2(d))
     keys: list[Pointer] = [k, v]
@@ -107,7 +107,7 @@ def plan_parts(
         (heads, hkv, t, s, window, slots if parts else 1, *q.strides[:3], *k.strides[:3], *v.strides[:3]),
         {**shared, "PARTS": parts, **flags, "TMA": tma, "PRECISION": _precision(q)},
         num_warps=warps,
-        num_stages=_STAGES,
+        num_stages=3 if is_ahead else 2,
         **OPTIONS,
     )
     if parts:
