@@ -25,7 +25,8 @@ def heads(d, t, s, dtype=BF16):
 
 def compiled(monkeypatch, cc, call):
     """The reports of what a call launches, by the name of the kernel."""
-    found = note_launches(monkeypatch, cc, has_tma=cc >= 90)
+    abilities = {"has_tma": cc >= 90, "has_warpgroup_mma": cc == 90, "has_native_mx": cc == 100}
+    found = note_launches(monkeypatch, cc, **abilities)
     call()
     return {kernel.__name__: compile_launch(cc, kernel, *arguments, **options) for kernel, arguments, options in found}
 

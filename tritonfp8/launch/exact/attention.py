@@ -27,10 +27,11 @@ _FEW, _MANY = (64, 4), (128, 8)
 _WIDE_HEAD, _FLOAT32 = (64, 8), (16, 8)
 
 
-def _tile(rows: int, q: View, is_ahead: bool) -> tuple[int, int]:
+def _tile(plan: Planner, rows: int, q: View, is_ahead: bool) -> tuple[int, int]:
     if q.dtype == torch.float32:
         return _FLOAT32
-    if q.shape[3] > 128:
+    # Blackwell moves two states from tensor memory to registers where a split begins.
+    if q.shape[3] > (64 if plan.device.has_native_mx else 128):
         return _WIDE_HEAD
     # Two programs with a small tile each fill a multiprocessor of Hopper, where TMA loads keys ahead without registers.
     return _FEW if is_ahead or rows <= _FEW[0] else _MANY
@@ -87,7 +88,7 @@ def plan_parts(
     # A cache may have anything behind its last query: pointers leave that out.
     tma = (plan.device.has_tma if tma is None else tma) and places is None and all(map(_has_tma_layout, (k, v)))
     is_ahead = tma and plan.device.has_warpgroup_mma and q.itemsize == 2 and d <= 128
-    block_m, warps = tile or _tile(rows, q, is_ahead)
+    block_m, warps = tile or _tile(plan, rows, q, is_ahead)
     parts = rows <= block_m and (slots > 1 if parts is None else parts)
     out, logsumexp = plan.empty((b, t, hq, d), q.dtype), plan.empty((b, hq, t), torch.float32)
     block_d = max(16, triton.next_power_of_2(d))
