@@ -30,6 +30,10 @@ STEP: tl.constexpr = tl.constexpr(64)
 Sequence = namedtuple("Sequence", "first query T S window")
 # Keys that some row of a tile sees: from the first one to the end, and the first and last split of them.
 Span = namedtuple("Span", "start end first_split last_split")
+# Rows of a tile: their queries [rows, BLOCK_D], the keys at which they are, and the first and the last of these.
+Rows = namedtuple("Rows", "queries at low high")
+# What rows have of the keys so far: the maximum, the sum of weights, and the weighted sum of values.
+State = namedtuple("State", "largest weight sums")
 # Keys or values of a head: a TMA descriptor with its coordinates, or a pointer to the first one.
 Heads = namedtuple("Heads", "source batch head stride")
 
@@ -104,49 +108,46 @@ def finished(largest, weight, sums, SCALE: tl.constexpr):
 
 @triton.jit
 def _step(
-    q, k, v, at, low, high, sequence, span, key, largest, weight, sums, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    D: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    rows, k, v, sequence, span, key, before, WINDOW: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state of rows after a step of keys from ``key`` on."""
-    BLOCK_D: tl.constexpr = q.shape[1]
+    """The :class:`State` of rows after a step of keys from ``key`` on, as three values."""
+    BLOCK_D: tl.constexpr = rows.queries.shape[1]
     keys = load_keys(k, key, span.end, STEP, D, BLOCK_D, TMA)
-    scores = tl.dot(q, keys.T, input_precision=PRECISION)
-    hides = (key + STEP - 1 > low) | (key < span.start)
+    scores = tl.dot(rows.queries, keys.T, input_precision=PRECISION)
+    hides = (key + STEP - 1 > rows.low) | (key < span.start)
     if WINDOW:
-        hides = hides | (key <= high - sequence.window)
+        hides = hides | (key <= rows.high - sequence.window)
     if hides:
-        mask = seen(at[:, None], (key + tl.arange(0, STEP))[None, :], sequence, WINDOW)
+        mask = seen(rows.at[:, None], (key + tl.arange(0, STEP))[None, :], sequence, WINDOW)
         scores = tl.where(mask, scores, float("-inf"))
-    raised = tl.maximum(largest, tl.max(scores, 1))
-    base = finite_base(raised)
-    old = tl.exp2((largest - base) * (SCALE * LOG2_E))
+    largest = tl.maximum(before.largest, tl.max(scores, 1))
+    base = finite_base(largest)
+    old = tl.exp2((before.largest - base) * (SCALE * LOG2_E))
     offset = base * (-SCALE * LOG2_E)
     weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, SCALE * LOG2_E, tl.float32), offset[:, None]))
-    weight = tl.fma(weight, old, tl.sum(weights, 1))
+    weight = tl.fma(before.weight, old, tl.sum(weights, 1))
     values = load_keys(v, key, span.end, STEP, D, BLOCK_D, TMA)
-    sums = tl.dot(weights.to(values.dtype), values, sums * old[:, None], input_precision=PRECISION)
-    largest = raised
+    sums = tl.dot(weights.to(values.dtype), values, before.sums * old[:, None], input_precision=PRECISION)
     return largest, weight, sums
 
 
 @triton.jit
 def _split_state(
-    q, k, v, at, sequence, span, split, WINDOW: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
+    rows, k, v, sequence, span, split, WINDOW: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum of weights and weighted sum of values of rows over the keys of one split."""
-    BLOCK_M: tl.constexpr = q.shape[0]
-    BLOCK_D: tl.constexpr = q.shape[1]
+    """The :class:`State` of rows over the keys of one split, as three values."""
+    BLOCK_M: tl.constexpr = rows.queries.shape[0]
+    BLOCK_D: tl.constexpr = rows.queries.shape[1]
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     start = sequence.first + split * SPLIT
-    low, high = tl.min(at, 0), tl.max(at, 0)
     skipped = tl.maximum(span.start - start, 0) // STEP * STEP
     for key in tl.range(start + skipped, tl.minimum(start + SPLIT, span.end), STEP):
-        largest, weight, sums = _step(
-            q, k, v, at, low, high, sequence, span, key, largest, weight, sums, WINDOW, SCALE, D, TMA, PRECISION
-        )
+        state = State(largest, weight, sums)
+        largest, weight, sums = _step(rows, k, v, sequence, span, key, state, WINDOW, SCALE, D, TMA, PRECISION)
     return largest, weight, sums
 
 
@@ -191,8 +192,9 @@ def attention_kernel(
     if PARTS:
         split = span.first_split + slot
         if split < span.last_split:
+            of_tile = Rows(q, at, tl.min(at, 0), tl.max(at, 0))
             largest, weight, sums = _split_state(
-                q, keys, values, at, sequence, span, split, WINDOW, SCALE, D, TMA, PRECISION
+                of_tile, keys, values, sequence, span, split, WINDOW, SCALE, D, TMA, PRECISION
             )
             place = (head * slots + slot).to(tl.int64) * (T * GROUP) + rows
             tl.store(out_ptr + place[:, None] * D + cols[None, :], sums, mask=mask)
@@ -205,7 +207,8 @@ def attention_kernel(
         part_largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         part_weight = tl.zeros((BLOCK_M,), tl.float32)
         part_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        low, high = sequence.query + tile * BLOCK_M // GROUP, sequence.query + (tile * BLOCK_M + BLOCK_M - 1) // GROUP
+        low, high = tile * BLOCK_M // GROUP, (tile * BLOCK_M + BLOCK_M - 1) // GROUP
+        of_tile = Rows(q, at, sequence.query + low, sequence.query + high)
         begin_key = sequence.first + (span.start - sequence.first) // STEP * STEP
         for key in tl.range(begin_key, span.end, STEP):
             if (key - sequence.first) % SPLIT == 0:
@@ -213,24 +216,9 @@ def attention_kernel(
                 part_largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
                 part_weight = tl.zeros((BLOCK_M,), tl.float32)
                 part_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            part = State(part_largest, part_weight, part_sums)
             part_largest, part_weight, part_sums = _step(
-                q,
-                keys,
-                values,
-                at,
-                low,
-                high,
-                sequence,
-                span,
-                key,
-                part_largest,
-                part_weight,
-                part_sums,
-                WINDOW,
-                SCALE,
-                D,
-                TMA,
-                PRECISION,
+                of_tile, keys, values, sequence, span, key, part, WINDOW, SCALE, D, TMA, PRECISION
             )
         largest, weight, sums = merged(largest, weight, sums, part_largest, part_weight, part_sums, SCALE)
         out, logsumexp = finished(largest, weight, sums, SCALE)

@@ -71,8 +71,8 @@ FAULTS = (
     ),
     (
         "tritonfp8/rollout/generator.py",
-        "config = CompileConfig(mode=None, options=EXACT_OPTIONS) if is_exact(self.model) else CompileConfig()",
-        "config = CompileConfig()",
+        "options = EXACT_OPTIONS if is_exact(self.model) else {}",
+        "options: dict[str, Any] = {}",
         "compiled decoding rounds less often than training",
         (_COMPILED, "-k", "compiled_decoding and olmoe"),
     ),
