@@ -66,7 +66,7 @@ ROOM_LINES = {
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 2800,  # load_tensors, the headers of a stream, and its check; what rounding again costs, in dB
-    "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models; graphs
+    "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models, graphs
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
     "workflow": 3500,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file

@@ -1,5 +1,7 @@
 """Compiled decoding and compiled training have the bits of eager code, given the option that make_exact chooses."""
 
+import itertools
+
 import pytest
 import torch
 from exact_models import DEVICES, exact, padded, positions, same, sequences, together
@@ -71,7 +73,7 @@ def test_a_graph_reads_what_changes_between_calls(recipe):
         assert torch.equal(found.log_probs, expected.log_probs)
         seen.append(rollout._replayed._graph)
     # The clone of a norm's weight is at another address, a released cache too.
-    assert [id(x) == id(y) for x, y in zip(seen, seen[1:], strict=False)] == [True, False, False, True]
+    assert [id(x) == id(y) for x, y in itertools.pairwise(seen)] == [True, False, False, True]
     assert None not in seen
 
 
