@@ -24,9 +24,10 @@ from tritonfp8.specs import (
     grouped_columns,
     matmul_family,
     scale_shape,
+    spec_of,
 )
 from tritonfp8.specs.checks import check_floating, check_strided, require, require_flag, require_type
-from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.specs.formats import BYTE_FORMATS, HIGH_PRECISION_DTYPES
 from tritonfp8.specs.quantized import Quantized, QuantizedGroups, unchecked
 
 __all__ = [
@@ -87,12 +88,13 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
             ignored, also the sign of zero, infinity and NaN.
 
     Returns:
-        A :class:`Quantized` of the shape of ``x`` (or ``x.T``). It has no gradient; gradients flow through
-        :func:`linear`.
+        A :class:`Quantized` of the shape of ``x`` (or ``x.T``); formats of 4 bits have two codes a byte of its last
+        dim. It has no gradient; gradients flow through :func:`linear`.
 
     Raises:
         TypeError: ``x`` is not a tensor of one of these dtypes, or ``spec`` is not a QuantSpec.
-        ValueError: too few or too many dims, or an ``amax`` of another shape or dtype.
+        ValueError: too few or too many dims, an ``amax`` of another shape or dtype, or columns that do not fill the
+            bytes of a format of several codes a byte.
 
     :mod:`tritonfp8.reference.casts` has the formulas.
     """
@@ -153,8 +155,8 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 _ACTIVATIONS = (None, *ACTIVATIONS)
 _PRECISE = ACCUMULATIONS[0]
-# Family of GEMM kernels, by the text of a spec.
-_FAMILIES = {text: BLOCKS[spec.block].family for text, spec in SPECS.items()}
+# Family of GEMM kernels, by the text of a spec; None for codes that no kernel multiplies.
+_FAMILIES = {t: BLOCKS[spec.block].family if spec.format in BYTE_FORMATS else None for t, spec in SPECS.items()}
 
 
 def _check_options(activation: object, accumulation: object, out_dtype: object, batch_invariant: object) -> None:
@@ -219,7 +221,7 @@ def scaled_matmul(
         _check_options(activation, accumulation, out_dtype, batch_invariant)
     lhs, rhs, (a_spec,), (b_spec,) = a.qdata, b.qdata, a.spec.args, b.spec.args
     if _FAMILIES[a_spec] != _FAMILIES[b_spec]:
-        matmul_family(a.spec.block, b.spec.block)
+        matmul_family(spec_of(a_spec).block, spec_of(b_spec).block)
     a_shape, b_shape, device = lhs.shape, rhs.shape, lhs.device
     if len(a_shape) != 2 or len(b_shape) != 2 or a_shape[1] != b_shape[1]:
         raise ValueError(f"scaled_matmul needs a [M, K] and b [N, K]; got {tuple(a_shape)} and {tuple(b_shape)}")

@@ -33,7 +33,7 @@ from tritonfp8 import launch, reference
 from tritonfp8.launch import casts, executor
 from tritonfp8.launch.casts.partial_maxima import PartialMaxima
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
-from tritonfp8.specs.formats import FORMATS, HIGH_PRECISION_DTYPES
+from tritonfp8.specs.formats import BYTE_FORMATS, FORMATS, HIGH_PRECISION_DTYPES
 from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
 from tritonfp8.tuning.cast_tiles import MAX_ROW_IN_TILE, AmaxPass, CastTile
@@ -224,7 +224,7 @@ def test_dequantize(device, spec, dtype, shape):
 
 
 @each_device
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", BYTE_FORMATS)
 @pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
 def test_dequantize_every_code_by_every_exponent(device, format, dtype):
     spec = QuantSpec(format, BLOCK_1X32, "e8m0", "pow2")
@@ -268,7 +268,7 @@ def test_dequantize_of_strided_data(device):
 
 @each_device
 @pytest.mark.parametrize("shape", [(1, 1), (0, 5), (7, 0), (128, 128), (144, 272), (130, 300), (17, 129)], ids=str)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", BYTE_FORMATS)
 def test_transpose_keeps_every_byte(device, format, shape):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator(0))
     qdata = codes.view(FORMATS[format].dtype).to(device)
@@ -285,7 +285,7 @@ def test_transpose_of_strided_data(device, layout):
 
 
 @each_device
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", BYTE_FORMATS)
 def test_the_transpose_of_square_blocks_needs_no_second_rounding(device, format):
     spec = QuantSpec(format, BLOCK_128X128, "fp32", "pow2")
     x = with_specials(banded(300, 260)).to(device, torch.bfloat16)

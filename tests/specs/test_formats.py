@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from tritonfp8.specs.formats import FORMATS, HIGH_PRECISION_DTYPES, SCALE_FORMATS
+from tritonfp8.specs.formats import BYTE_FORMATS, FORMATS, HIGH_PRECISION_DTYPES, SCALE_FORMATS
 
 CODES = torch.arange(256, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BYTE_FORMATS)
 class TestFormat:
     def test_is_filed_under_its_name(self, name):
         assert FORMATS[name].name == name
@@ -55,8 +55,9 @@ class TestScaleFormat:
 
 def test_the_formats_of_the_specification():
     """OCP 8-bit Floating Point Specification, table 1; OCP MX, section 5.4.1."""
-    assert {name: fmt.qmax for name, fmt in FORMATS.items()} == {"e4m3": 448.0, "e5m2": 57344.0}
+    assert {name: fmt.qmax for name, fmt in FORMATS.items()} == {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
     assert [FORMATS[name].dtype for name in ("e4m3", "e5m2")] == [torch.float8_e4m3fn, torch.float8_e5m2]
+    assert {name: fmt.codes_a_byte for name, fmt in FORMATS.items()} == {"e4m3": 1, "e5m2": 1, "e2m1": 2}
     assert SCALE_FORMATS["e8m0"].dtype == torch.float8_e8m0fnu
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import COMBINATIONS, VALID_SPECS, shapes, specs
+from strategies import COMBINATIONS, EVERY_SPEC, PACKED_SPECS, VALID_SPECS, shapes, specs
 
 from tritonfp8.specs import (
     BLOCK_1X32,
@@ -29,7 +29,7 @@ from tritonfp8.specs import (
     spec_of,
     transposed,
 )
-from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.formats import BYTE_FORMATS, SCALE_FORMATS
 
 
 class TestConstruction:
@@ -39,18 +39,21 @@ class TestConstruction:
         assert QuantSpec() == QuantSpec("e4m3", (-1, -1), "fp32", "none")
 
     def test_what_is_served(self):
-        """Both element formats; fp32 scales unrounded or powers of two for four blocks; e8m0 for 1x32 only."""
-        fp32 = itertools.product(FORMATS, [TENSORWISE, ROWWISE, BLOCK_1X128, BLOCK_128X128], ["fp32"], ["none", "pow2"])
-        e8m0 = itertools.product(FORMATS, [BLOCK_1X32], ["e8m0"], ["pow2", "floor"])
-        assert {(s.format, s.block, s.scale_format, s.scale_rounding) for s in VALID_SPECS} == {*fp32, *e8m0}
+        """8 bits: fp32 scales unrounded or powers of two for four blocks; e8m0 for 1x32 only. MXFP4: 1x32 only."""
+        fp32 = itertools.product(
+            BYTE_FORMATS, [TENSORWISE, ROWWISE, BLOCK_1X128, BLOCK_128X128], ["fp32"], ["none", "pow2"]
+        )
+        e8m0 = itertools.product(BYTE_FORMATS, [BLOCK_1X32], ["e8m0"], ["pow2", "floor"])
+        mxfp4 = itertools.product(["e2m1"], [BLOCK_1X32], ["e8m0"], ["pow2", "floor"])
+        assert {(s.format, s.block, s.scale_format, s.scale_rounding) for s in EVERY_SPEC} == {*fp32, *e8m0, *mxfp4}
 
     @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
     def test_every_other_combination_is_refused(self, combination):
         fields = ("format", "block", "scale_format", "scale_rounding")
-        if any(tuple(getattr(spec, field) for field in fields) == combination for spec in VALID_SPECS):
+        if any(tuple(getattr(spec, field) for field in fields) == combination for spec in EVERY_SPEC):
             assert QuantSpec(*combination).format == combination[0]
         else:
-            with pytest.raises(ValueError, match="takes scale_(format|rounding)"):
+            with pytest.raises(ValueError, match="takes (block|scale_format|scale_rounding)"):
                 QuantSpec(*combination)
 
     @pytest.mark.parametrize(
@@ -66,6 +69,7 @@ class TestConstruction:
             ({"scale_rounding": "up"}, "'none' or 'pow2'", "'up'"),
             ({"scale_rounding": "floor"}, "'none' or 'pow2'", "'floor'"),
             ({"scale_format": "e8m0", "scale_rounding": "pow2"}, "(tensorwise) takes scale_format 'fp32'", "'e8m0'"),
+            ({"format": "e2m1"}, "'e2m1' takes block 1x32", "(-1, -1) (tensorwise)"),
             ({"block": (1, 32)}, "(1x32) takes scale_format 'e8m0'", "'fp32'"),
             ({"block": (1, 32), "scale_format": "e8m0"}, "'pow2' or 'floor'", "'none'"),
         ],
@@ -116,13 +120,19 @@ class TestValue:
     def test_texts_are_readable_and_tell_all_specs_apart(self):
         assert QuantSpec("e4m3", (1, 128), "fp32", "pow2").args == ("e4m3:1x128:fp32:pow2",)
         assert QuantSpec("e5m2").args == ("e5m2:tensorwise:fp32:none",)
-        assert len({spec.args for spec in VALID_SPECS}) == len(VALID_SPECS)
-        assert set(SPECS.values()) == set(VALID_SPECS)
+        assert len({spec.args for spec in EVERY_SPEC}) == len(EVERY_SPEC)
+        assert set(SPECS.values()) == set(EVERY_SPEC)
 
     @pytest.mark.parametrize("text", ["", "e4m3", "e4m3:1x128:fp32", "e4m3:1x128:e8m0:pow2", "E4M3:1x128:fp32:pow2"])
     def test_other_texts_are_errors(self, text):
         with pytest.raises(ValueError, match=f"e4m3:1x128:fp32:pow2.*got '{text}'"):
             spec_of(text)
+
+    @pytest.mark.parametrize("spec", PACKED_SPECS, ids=str)
+    def test_ops_take_packed_formats_only_where_they_say_so(self, spec):
+        assert spec_of(*spec.args, packed=True) == spec
+        with pytest.raises(ValueError, match=r"takes codes of 8 bits \(e4m3, e5m2\); got e2m1 1x32.*expand_codes"):
+            spec_of(*spec.args)
 
     @given(specs())
     def test_copies_are_the_spec_itself(self, spec):
@@ -210,6 +220,18 @@ class TestScaleShape:
                 assert scale.stride() == (1, scale.shape[0])
             else:
                 assert scale.is_contiguous()
+
+
+class TestShapeOfCodes:
+    @given(shapes(), st.sampled_from(EVERY_SPEC))
+    def test_it_has_an_inverse_where_codes_fill_bytes(self, shape, spec):
+        if spec in PACKED_SPECS and shape[-1] % 2:
+            with pytest.raises(ValueError, match=rf"e2m1 has 2 codes a byte.*multiple of 2; got shape .*{shape[-1]}"):
+                spec.qdata_shape(shape)
+            return
+        codes = spec.qdata_shape(shape)
+        assert codes == (*shape[:-1], shape[-1] // 2 if spec in PACKED_SPECS else shape[-1])
+        assert spec.shape_of(codes) == shape
 
 
 class TestMatmulFamily:

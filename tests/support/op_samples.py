@@ -2,6 +2,7 @@
 
 import torch
 from cases import SPEC_OF_BLOCK, banded, normal
+from strategies import PACKED_SPECS
 
 from tritonfp8 import ops, reference
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
@@ -57,6 +58,13 @@ def samples(device):
         yield ops.quantize_both_sum, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
         for dtype in (torch.float32, torch.bfloat16):
             yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, dtype)
+    for spec in PACKED_SPECS:
+        codes = reference.quantize(deep, *spec.args)
+        yield ops.quantize, (deep, *spec.args)
+        yield ops.quantize, (x, *spec.args, True)
+        yield ops.quantize_into, (*reference.quantize(x * 0, *spec.args), x, *spec.args)
+        yield ops.dequantize, (*codes, *spec.args, torch.bfloat16)
+        yield ops.expand_codes, (*codes, *spec.args)
     for spec in (SPEC_OF_BLOCK[0], ROW):
         yield ops.quantize_with_amax, (x, *spec.args, *spec.args)
     for spec in (ROW, VECTOR, MX, SQUARE):

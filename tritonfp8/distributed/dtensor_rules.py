@@ -36,7 +36,7 @@ def _dims(operand: Operand, ndim: int, transpose: bool) -> str:
 
 
 def _block(value: str | Sequence[int]) -> Sequence[int]:
-    return spec_of(value).block if isinstance(value, str) else value
+    return spec_of(value, packed=True).block if isinstance(value, str) else value
 
 
 def _placement(operand: Operand, dims: str, letter: str, given: Mapping[str, Any]) -> Placement | None:

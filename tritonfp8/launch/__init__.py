@@ -23,6 +23,7 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         for function in (
             casts.amax,
             casts.dequantize,
+            casts.expand_codes,
             casts.quantize,
             casts.quantize_both,
             casts.quantize_into,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.specs import (
+    EXPANDED,
     amax_shape,
     empty_grouped_scale,
     empty_scale,
@@ -27,9 +28,9 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def quantize(x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    s = spec_of(spec)
+    s = spec_of(spec, packed=True)
     shape = x.shape[::-1] if transpose else x.shape
-    qdata = torch.empty(shape, dtype=FORMATS[s.format].dtype, device=x.device)
+    qdata = torch.empty(s.qdata_shape(shape), dtype=FORMATS[s.format].dtype, device=x.device)
     return qdata, empty_scale(shape, s.block, s.scale_format, x.device)
 
 
@@ -86,8 +87,13 @@ def quantize_shards(*args: Any) -> None:
     return None
 
 
-def dequantize(qdata: Tensor, scale: Tensor, *args: Any) -> Tensor:
-    return torch.empty(qdata.shape, dtype=args[-1], device=qdata.device)
+def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty(spec_of(spec, packed=True).shape_of(qdata.shape), dtype=dtype, device=qdata.device)
+
+
+def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scales = quantize(dequantize(qdata, scale, spec, torch.float32), *EXPANDED.args)
+    return codes, scales, torch.empty_like(scales, dtype=torch.int32)
 
 
 def transpose(qdata: Tensor) -> Tensor:

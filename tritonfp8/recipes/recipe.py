@@ -11,6 +11,7 @@ from typing import Any
 
 from tritonfp8.specs import ACCUMULATIONS, QuantSpec, check_transposable, matmul_family, moves_codes
 from tritonfp8.specs.checks import require, require_flag, require_type, shown
+from tritonfp8.specs.formats import BYTE_FORMATS
 
 GEMMS = ("output", "grad_input", "grad_weight")
 TRANSPOSED_FROM = ("values", "codes")
@@ -34,8 +35,9 @@ class Gemm:
             on the other rows or their number. The GEMM then never splits K, which is slower up to 256 rows.
 
     Raises:
-        ValueError: only one operand is quantized, no kernel multiplies the two specs, an unknown accumulation, or a
-            batch-invariant GEMM in high precision or of a left operand with one scale for all rows.
+        ValueError: only one operand is quantized, a format of fewer than 8 bits, no kernel multiplies the two specs, an
+            unknown accumulation, or a batch-invariant GEMM in high precision or of a left operand with one scale for
+            all rows.
         TypeError: an operand is neither a QuantSpec nor None, or ``batch_invariant`` is no bool.
     """
 
@@ -48,6 +50,8 @@ class Gemm:
         for name, spec in (("lhs", self.lhs), ("rhs", self.rhs)):
             if spec is not None and not isinstance(spec, QuantSpec):
                 raise TypeError(f"{name} must be a QuantSpec or None; got {spec!r}")
+            if spec is not None and spec.format not in BYTE_FORMATS:
+                raise ValueError(f"{name} must have a format of 8 bits ({', '.join(BYTE_FORMATS)}); got {spec}")
         require("accumulation", self.accumulation, ACCUMULATIONS)
         if (self.lhs is None) != (self.rhs is None):
             raise ValueError(f"a GEMM needs both operands quantized or neither; got lhs={self.lhs} and rhs={self.rhs}")

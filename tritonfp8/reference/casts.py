@@ -16,6 +16,7 @@ e8m0 scales are powers of two, clamped to [2^-127, 2^127], with enc = 1 / scale:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -91,7 +92,7 @@ def _encode_e8m0(amax: Tensor, fmt: Format, scale_rounding: str) -> tuple[Tensor
     exponent = (bits >> 23) - fmt.emax
     if scale_rounding == "pow2":
         exponent = exponent + ((bits & MANTISSA_MASK) > fmt.qmax_mantissa).int()
-    # The largest biased exponent, 254 - 7 + 1, is below the upper clamp of 254 in both formats.
+    # The largest biased exponent, 254 - 2 + 1, is below the upper clamp of 254 in every format.
     exponent = exponent.clamp(min=0)
     finite = bits < INFINITY_BITS
     enc = torch.where(finite, ((254 - exponent) << 23).view(torch.float32), torch.nan)
@@ -105,9 +106,35 @@ def encode(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 def codes_of(scaled: Tensor, fmt: Format) -> Tensor:
-    """The codes of float32 values as uint8, rounded to nearest even and saturated."""
+    """The codes of float32 values as uint8, rounded to nearest even and saturated; packed if a byte holds several."""
+    if fmt.codes_a_byte > 1:
+        return _packed(scaled, fmt)
     codes = scaled.clamp(-fmt.qmax, fmt.qmax).to(fmt.dtype).view(torch.uint8)
     return torch.where(scaled.isnan(), fmt.nan, codes)
+
+
+def _packed(scaled: Tensor, fmt: Format) -> Tensor:
+    magnitude = scaled.abs().clamp(max=fmt.qmax)
+    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=fmt.emin)
+    # In units of the last place of the format. A carry into the next binade is the next code.
+    steps = torch.ldexp(magnitude, fmt.mantissa_bits - exponent).round()
+    codes = ((exponent - fmt.emin) << fmt.mantissa_bits) + steps.int() + (scaled.signbit().int() << fmt.sign_bit)
+    codes = torch.where(scaled.isnan(), fmt.nan, codes).to(torch.uint8)
+    width = 8 // fmt.codes_a_byte
+    parts = codes.unflatten(-1, (-1, fmt.codes_a_byte)).unbind(-1)
+    return functools.reduce(torch.bitwise_or, (part << (width * i) for i, part in enumerate(parts)))
+
+
+def values_of(qdata: Tensor, fmt: Format) -> Tensor:
+    """The values of codes without their scales, float32, ``[..., K]``; ``qdata`` may be packed."""
+    if fmt.codes_a_byte == 1:
+        return qdata.float()
+    width = 8 // fmt.codes_a_byte
+    codes = torch.stack([qdata >> (width * i) for i in range(fmt.codes_a_byte)], -1).flatten(-2).int()
+    exponent = (codes >> fmt.mantissa_bits) & ((1 << (fmt.sign_bit - fmt.mantissa_bits)) - 1)
+    mantissa = (codes & ((1 << fmt.mantissa_bits) - 1)) + ((exponent > 0).int() << fmt.mantissa_bits)
+    magnitude = torch.ldexp(mantissa.float(), exponent.clamp(min=1) - 1 + fmt.emin - fmt.mantissa_bits)
+    return torch.where((codes >> fmt.sign_bit) & 1 == 1, -magnitude, magnitude)
 
 
 def quantize(
@@ -126,11 +153,12 @@ def quantize(
             ignored, also the sign of zero, infinity and NaN.
 
     Returns:
-        ``(qdata, scale)``.
+        ``(qdata, scale)``; qdata ``[..., K]``, or ``[..., K / 2]`` uint8 for a format of two codes a byte.
     """
-    s = spec_of(spec)
+    s = spec_of(spec, packed=True)
     fmt = FORMATS[s.format]
     x = (x.t() if transpose else x).float()
+    s.qdata_shape(x.shape)
     enc, scale = encode(_block_amax(x, s.block) if amax is None else amax, s)
     codes = codes_of(x * spread(enc, x.shape, s.block), fmt)
     return codes.contiguous().view(fmt.dtype), empty_scale(x.shape, s.block, s.scale_format, x.device).copy_(scale)
@@ -140,7 +168,7 @@ def quantize_into(qdata: Tensor, scale: Tensor, x: Tensor, spec: str) -> None:
     """Write :func:`quantize` of ``x`` over codes and scales that exist.
 
     Args:
-        qdata: the shape of ``x``, in the 8-bit dtype of the spec.
+        qdata: as :func:`quantize` returns it, with any strides.
         scale: as :func:`quantize` returns it, with any strides.
         x: ``[..., K]``, any floating dtype.
         spec: the text of a :class:`~tritonfp8.QuantSpec`.
@@ -154,6 +182,7 @@ def quantize_both(x: Tensor, spec: str, spec_t: str, codes: bool = False) -> tup
 
     With ``codes`` the second pair is :func:`~tritonfp8.reference.transpose_codes` of the first.
     """
+    spec_of(spec), spec_of(spec_t)
     pair = quantize(x, spec)
     return *pair, *(transposed_codes(*pair, spec, spec_t) if codes else quantize(x, spec_t, transpose=True))
 
@@ -173,6 +202,7 @@ def quantize_with_amax(x: Tensor, spec: str, spec_t: str, codes: bool = False) -
     :func:`~tritonfp8.reference.transpose_codes`; amaxes below 2^-126
     are rounded up to bfloat16, which changes no scale.
     """
+    spec_of(spec)
     qdata, scale = quantize(x, spec)
     values = dequantize(qdata, scale, spec, torch.float32) if codes else x
     found = amax(values.t(), spec_of(spec_t).block)
@@ -218,6 +248,7 @@ def quantize_weights(
     With ``codes``, a spec, ``scales`` are of the codes that the matrices have by it, and each result is
     ``transpose_codes(each, scale, codes, spec)``. Else ``scales`` is empty.
     """
+    spec_of(spec)
     if codes is None:
         return [tensor for each in (x, *others) for tensor in quantize(each, spec, transpose=True)]
     pairs = zip((x, *others), scales, strict=True)
@@ -228,16 +259,18 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
     """``float32(qdata) * float32(scale)``, rounded to ``dtype``.
 
     Args:
-        qdata: ``[..., K]``, 8-bit.
+        qdata: ``[..., K]``, 8-bit; or ``[..., K / 2]``, two codes a byte.
         scale: one value a block.
         spec: the text of a :class:`~tritonfp8.QuantSpec`.
         dtype: any floating dtype.
 
     Returns:
-        ``dtype``, in the shape of ``qdata``; infinite where the result is beyond float32 or ``dtype``. The largest
+        ``dtype``, ``[..., K]``; infinite where the result is beyond float32 or ``dtype``. The largest
         float32 values may have a code and scale that stand for 2^128 (see :class:`~tritonfp8.QuantSpec`).
     """
-    return (qdata.float() * spread(scale.float(), qdata.shape, spec_of(spec).block)).to(dtype)
+    s = spec_of(spec, packed=True)
+    values = values_of(qdata, FORMATS[s.format])
+    return (values * spread(scale.float(), values.shape, s.block)).to(dtype)
 
 
 def transpose(qdata: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Transposes that are made from codes, and both orientations of groups: in plain torch, on any device."""
+"""What is made from codes: transposes and 8-bit codes; and both orientations of groups. Plain torch, on any device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8.reference import casts, grouped
-from tritonfp8.specs import check_group_spec, check_transposable, empty_grouped_scale, moves_codes, spec_of
+from tritonfp8.specs import EXPANDED, check_group_spec, check_transposable, empty_grouped_scale, moves_codes, spec_of
 from tritonfp8.specs.formats import FORMATS
 
 
@@ -45,6 +45,28 @@ def transpose_codes(
         codes, scales[i] = casts.transposed_codes(x[i], scale[i], spec, spec_t, of_matrix)
         grouped.write(qdata[i], codes)
     return qdata, scales
+
+
+def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor]:
+    """8-bit codes with a scale a row of codes of fewer bits: ``quantize(dequantize(codes, float32), EXPANDED)``.
+
+    An e2m1 value with its e8m0 scale is exact in e4m3 by the row's scale if its block's exponent lies up to 14 below
+    the largest one of a block of the row that is not zero. A value that is not exact is rounded to nearest even. A row
+    with a NaN, or with a value beyond float32, becomes NaN.
+
+    Args:
+        qdata: ``[..., K / 2]`` uint8, two codes a byte.
+        scale: of the codes.
+        spec: the text of their :class:`~tritonfp8.QuantSpec`.
+
+    Returns:
+        ``(qdata, scale, rounded)``: e4m3 ``[..., K]`` and float32 ``[..., 1]``, and how many values of each row are
+        not exact, int32 ``[..., 1]``, zero where the row is NaN.
+    """
+    values = casts.dequantize(qdata, scale, spec, torch.float32)
+    codes, scales = casts.quantize(values, *EXPANDED.args)
+    exact = casts.dequantize(codes, scales, *EXPANDED.args, torch.float32) == values
+    return codes, scales, ((~exact).sum(-1, keepdim=True) * ~scales.isnan()).int()
 
 
 def quantize_groups_both(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tritonfp8.reference.casts import dequantize
 from tritonfp8.reference.exact import row_products
+from tritonfp8.specs import spec_of
 
 _ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
 
@@ -44,6 +45,7 @@ def scaled_matmul(
     Returns:
         ``[M, N]`` in ``out_dtype``.
     """
+    spec_of(a_spec), spec_of(b_spec)
     lhs = dequantize(a, a_scale, a_spec, torch.float32)
     rhs = dequantize(b, b_scale, b_spec, torch.float32)
     with torch.autocast(a.device.type, enabled=False):

@@ -2,7 +2,7 @@
 
     formats     number formats of elements and scales
     quant_spec  QuantSpec: how a tensor is quantized, and which pairs of specs a GEMM supports
-    quantized   Quantized, QuantizedGroups: 8-bit data with its scales
+    quantized   Quantized, QuantizedGroups: codes with their scales
     testing     how close a result must be to its reference
     checks      checks of arguments: each raises an error that names what was required and what came
     naming      names of layers in reports and messages: repeated ones are one
@@ -19,6 +19,7 @@ from tritonfp8.specs.quant_spec import (
     BLOCK_128X128,
     BLOCKS,
     COLUMNWISE,
+    EXPANDED,
     GROUP_ALIGNMENT,
     ROWWISE,
     SCALE_ALIGNMENT,

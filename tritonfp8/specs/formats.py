@@ -15,18 +15,20 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit floating-point element format (OCP "8-bit Floating Point Specification", rev. 1.0).
+    """A floating-point element format (OCP "8-bit Floating Point Specification", rev. 1.0; 4-bit ones: OCP MX, v1.0).
 
     Attributes:
         name: the name a :class:`~tritonfp8.QuantSpec` and the ops use.
-        dtype: the torch storage dtype.
+        dtype: the torch storage dtype: of a code, or of the byte of several.
         qmax: the largest finite magnitude.
         emax: exponent of ``qmax``, i.e. ``floor(log2(qmax))``.
         qmax_mantissa: the 23 fraction bits of ``qmax`` as an IEEE float32. With ``emax`` it decides in integer
             arithmetic whether a scale is rounded up.
         mantissa_bits: stored fraction bits.
         emin: exponent of the smallest normal number; subnormal numbers share its spacing.
-        nan: the byte stored for NaN. Both formats have several; we store one, so that bytes can be compared.
+        nan: the code stored for NaN. 8-bit formats have several; we store one, so that bytes can be compared. A format
+            without one stores a zero, and the scale of its block is NaN.
+        codes_a_byte: how many codes a byte holds, along the last dim. The code with the even index has the low bits.
     """
 
     name: str
@@ -37,6 +39,12 @@ class Format:
     mantissa_bits: int
     emin: int
     nan: int
+    codes_a_byte: int = 1
+
+    @property
+    def sign_bit(self) -> int:
+        """The place of the sign in a code, its highest bit."""
+        return 8 // self.codes_a_byte - 1
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,13 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "e4m3": Format("e4m3", torch.float8_e4m3fn, 448.0, 8, 0x600000, 3, -6, 0x7F),
         "e5m2": Format("e5m2", torch.float8_e5m2, 57344.0, 15, 0x600000, 2, -14, 0x7F),
+        "e2m1": Format("e2m1", torch.uint8, 6.0, 2, 0x400000, 1, 0, 0x0, codes_a_byte=2),
     }
 )
 """Element formats by name."""
+
+BYTE_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.codes_a_byte == 1)
+"""Element formats of 8 bits: GEMMs multiply them, and every cast makes them."""
 
 SCALE_FORMATS: Mapping[str, ScaleFormat] = MappingProxyType(
     {

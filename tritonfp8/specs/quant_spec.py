@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from tritonfp8.specs.checks import is_among, require
-from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.formats import BYTE_FORMATS, FORMATS, SCALE_FORMATS
 
 TENSORWISE = (-1, -1)
 ROWWISE = (1, -1)
@@ -39,12 +39,14 @@ class Block:
         family: the family of GEMM kernels that multiplies it.
         rows_contiguous: whether the scales of consecutive rows are adjacent in memory, because a tile of a GEMM reads
             one scale a row at each step of K. Shapes do not depend on it.
+        formats: the element formats that it supports.
     """
 
     name: str
     scale_formats: tuple[str, ...]
     family: str
     rows_contiguous: bool = False
+    formats: tuple[str, ...] = BYTE_FORMATS
 
 
 BLOCKS: Mapping[tuple[int, int], Block] = MappingProxyType(
@@ -53,7 +55,7 @@ BLOCKS: Mapping[tuple[int, int], Block] = MappingProxyType(
         ROWWISE: Block("rowwise", ("fp32",), "epilogue"),
         BLOCK_1X128: Block("1x128", ("fp32",), "blockwise", rows_contiguous=True),
         BLOCK_128X128: Block("128x128", ("fp32",), "blockwise"),
-        BLOCK_1X32: Block("1x32", ("e8m0",), "mx"),
+        BLOCK_1X32: Block("1x32", ("e8m0",), "mx", formats=(*BYTE_FORMATS, "e2m1")),
     }
 )
 
@@ -63,10 +65,10 @@ ACTIVATIONS = ("relu", "gelu", "silu")
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor is quantized to 8-bit data and scales. Immutable, hashable, comparable.
+    """How a tensor is quantized to codes and scales. Immutable, hashable, comparable.
 
     Attributes:
-        format: ``"e4m3"`` or ``"e5m2"``, the element format.
+        format: the element format: ``"e4m3"`` or ``"e5m2"``; or ``"e2m1"``, two codes a byte (MXFP4, ``(1, 32)`` only).
         block: ``(rows, cols)`` of the last two dims that share one scale; -1 is the whole dimension. One of
             ``(-1, -1)`` (tensorwise), ``(1, -1)`` (rowwise), ``(1, 128)``, ``(128, 128)`` and ``(1, 32)``.
         scale_format: ``"fp32"``, or ``"e8m0"`` (a power of two in one byte; MX, ``(1, 32)`` only).
@@ -98,6 +100,11 @@ class QuantSpec:
         require("block", self.block, tuple(BLOCKS))
         require("scale_format", self.scale_format, tuple(SCALE_FORMATS))
         block = BLOCKS[self.block]
+        if self.format not in block.formats:
+            takes = [entry.name for entry in BLOCKS.values() if self.format in entry.formats]
+            raise ValueError(
+                f"format {self.format!r} takes block {' or '.join(takes)}; got {self.block} ({block.name})"
+            )
         if self.scale_format not in block.scale_formats:
             raise ValueError(
                 f"block {self.block} ({block.name}) takes scale_format {' or '.join(map(repr, block.scale_formats))}; "
@@ -138,29 +145,61 @@ class QuantSpec:
         """Shape of the scale of a tensor of ``shape``: see :func:`scale_shape`."""
         return scale_shape(shape, self.block)
 
+    def qdata_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the codes of a tensor of ``shape``: fewer columns where a byte holds several codes.
+
+        Raises:
+            ValueError: a number of columns that does not fill whole bytes.
+        """
+        count = FORMATS[self.format].codes_a_byte
+        if count == 1:
+            return tuple(shape)
+        if not shape or shape[-1] % count:
+            raise ValueError(
+                f"{self.format} has {count} codes a byte, so the last dim must be a multiple of {count}; got shape "
+                f"{tuple(shape)}. Pad it with zeros, or leave this tensor in another format"
+            )
+        return (*shape[:-1], shape[-1] // count)
+
+    def shape_of(self, qdata_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the tensor whose codes have ``qdata_shape``: the inverse of :meth:`qdata_shape`."""
+        return (*qdata_shape[:-1], *(size * FORMATS[self.format].codes_a_byte for size in qdata_shape[-1:]))
+
 
 def _valid_specs() -> Iterator[QuantSpec]:
     for format, (block, entry) in itertools.product(FORMATS, BLOCKS.items()):
-        for scale_format in entry.scale_formats:
+        for scale_format in entry.scale_formats if format in entry.formats else ():
             for rounding in SCALE_FORMATS[scale_format].roundings:
                 yield QuantSpec(format, block, scale_format, rounding)
 
+
+EXPANDED = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+"""The spec in which GEMMs multiply codes of fewer than 8 bits: ``expand_codes`` makes it of them."""
 
 SPECS: Mapping[str, QuantSpec] = MappingProxyType({spec.args[0]: spec for spec in _valid_specs()})
 """Every spec, by its text."""
 
 
-def spec_of(text: str) -> QuantSpec:
+def spec_of(text: str, packed: bool = False) -> QuantSpec:
     """The spec whose text (:attr:`QuantSpec.args`) an op was called with.
 
+    Args:
+        text: of the spec.
+        packed: whether the caller takes formats of several codes a byte. Few ops do.
+
     Raises:
-        ValueError: ``text`` is not the text of a spec.
+        ValueError: ``text`` is not the text of a spec, or of a spec that the caller does not take.
     """
     spec = SPECS.get(text)
     if spec is None:
         raise ValueError(
             "an op takes a spec as the text format:block:scale_format:scale_rounding, such as 'e4m3:1x128:fp32:pow2' "
             f"(QuantSpec.args has it); got {text!r}"
+        )
+    if not packed and spec.format not in BYTE_FORMATS:
+        raise ValueError(
+            f"this op takes codes of 8 bits ({', '.join(BYTE_FORMATS)}); got {spec}. quantize, quantize_into, "
+            "dequantize and expand_codes take it: expand_codes makes e4m3 of its codes, for a GEMM"
         )
     return spec
 

@@ -1,7 +1,8 @@
-"""Quantized, QuantizedGroups: 8-bit data with its scales."""
+"""Quantized, QuantizedGroups: codes with their scales."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from tritonfp8.specs.quant_spec import (
     QuantSpec,
     check_group_spec,
     grouped_scale_shape,
-    scale_shape,
 )
 
 
@@ -46,12 +46,13 @@ class Quantized(_CodesAndScales):
 
     Invariants:
         - ``qdata.dtype`` is the torch dtype of ``spec.format``, ``scale.dtype`` the dtype of ``spec.scale_format``.
-        - ``scale.ndim == qdata.ndim`` and ``scale.shape[i] == ceil(qdata.shape[i] / block[i])``. A block entry of -1
+        - ``scale.ndim == qdata.ndim`` and ``scale.shape[i] == ceil(shape[i] / block[i])``. A block entry of -1
           is the whole dimension: 1 scale, also for an empty dimension.
+        - ``shape`` is the shape of ``qdata``, with as many columns as codes where a byte holds several.
         - ``scale`` multiplies to dequantize. A NaN scale marks a block that had a NaN or an infinity.
 
     Attributes:
-        qdata: the 8-bit elements, in the shape of the tensor that was quantized.
+        qdata: the codes, in the shape of the tensor that was quantized, or packed along its last dim.
         scale: one scale a block.
         spec: the QuantSpec of both.
 
@@ -66,12 +67,12 @@ class Quantized(_CodesAndScales):
 
     def __post_init__(self) -> None:
         _check_dtypes(self.qdata, self.scale, self.spec)
-        _check_scale(self.qdata, self.scale, self.spec, scale_shape(self.qdata.shape, self.spec.block))
+        _check_scale(self.shape, self.scale, self.spec, self.spec.scale_shape(self.shape))
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the tensor that was quantized."""
-        return self.qdata.shape
+        return torch.Size(self.spec.shape_of(self.qdata.shape))
 
     @property
     def ndim(self) -> int:
@@ -94,11 +95,10 @@ def _check_dtypes(qdata: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> 
         check_strided(name, tensor)
 
 
-def _check_scale(qdata: torch.Tensor, scale: torch.Tensor, spec: QuantSpec, expected: tuple[int, ...]) -> None:
+def _check_scale(shape: Sequence[int], scale: torch.Tensor, spec: QuantSpec, expected: tuple[int, ...]) -> None:
     if tuple(scale.shape) != expected:
         raise ValueError(
-            f"scale of a {spec} tensor of shape {tuple(qdata.shape)} must have shape {expected}; got "
-            f"{tuple(scale.shape)}"
+            f"scale of a {spec} tensor of shape {tuple(shape)} must have shape {expected}; got {tuple(scale.shape)}"
         )
 
 
@@ -136,7 +136,7 @@ class QuantizedGroups(_CodesAndScales):
         _check_dtypes(self.qdata, self.scale, self.spec)
         require("layout", self.layout, GROUP_LAYOUTS)
         check_group_spec(self.spec, self.layout)
-        shape, groups = tuple(self.qdata.shape), self.groups
+        shape, groups = tuple(self.shape), self.groups
         if type(groups) is not int or groups < 1:
             raise ValueError(f"groups must be a positive int; got {groups!r}")
         fits = {
@@ -153,14 +153,12 @@ class QuantizedGroups(_CodesAndScales):
             raise ValueError(
                 f"qdata of {groups} groups in {self.layout} must be {needed[self.layout]}; got shape {shape}"
             )
-        _check_scale(
-            self.qdata, self.scale, self.spec, grouped_scale_shape(shape, self.spec.block, self.layout, groups)
-        )
+        _check_scale(shape, self.scale, self.spec, grouped_scale_shape(shape, self.spec.block, self.layout, groups))
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of ``qdata``."""
-        return self.qdata.shape
+        """Shape of ``qdata``, with as many columns as codes where a byte holds several."""
+        return torch.Size(self.spec.shape_of(self.qdata.shape))
 
     def __repr__(self) -> str:
         return (

@@ -21,6 +21,7 @@ ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
 VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
 SQUARE = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
 MX = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
+MXFP4 = QuantSpec("e2m1", BLOCK_1X32, "e8m0", "floor")
 TENSOR = QuantSpec("e4m3", TENSORWISE, "fp32", "pow2")
 # Specs of the left and the right operand of a GEMM of groups.
 PAIRS = ((ROW, ROW), (TENSOR, TENSOR), (VECTOR, SQUARE), (VECTOR, VECTOR), (MX, MX))
@@ -129,6 +130,7 @@ def _casts() -> Iterator[OpCall]:
         yield OpCall("quantize_with_amax", (x, *spec.args, *spec.args))
     for spec in (ROW, VECTOR, MX):
         yield OpCall("transpose_codes", (*reference.quantize(x, *spec.args), *spec.args, *spec.args))
+    yield OpCall("expand_codes", (*reference.quantize(x, *MXFP4.args), *MXFP4.args))
     both = x, x[:40].contiguous()
     yield OpCall("quantize_weights", (both[0], [both[1]], *ROW.args, []))
     scales = [reference.quantize(each, *ROW.args)[1] for each in both]

@@ -8,7 +8,7 @@ from cases import MATRICES, banded, each_device, finite_patterns, normal, patter
 from tritonfp8 import reference
 from tritonfp8.launch import casts, executor
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
-from tritonfp8.specs.formats import FORMATS
+from tritonfp8.specs.formats import BYTE_FORMATS
 from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
 
@@ -29,7 +29,7 @@ def specs(format):
 
 OF_RECIPES = [("rowwise", "rowwise"), ("1x128", "1x128"), ("1x32", "1x32"), ("128x128", "128x128")]
 PAIRS = [
-    *((format, *pair) for format in FORMATS for pair in OF_RECIPES),
+    *((format, *pair) for format in BYTE_FORMATS for pair in OF_RECIPES),
     *(("e4m3", *pair) for pair in covering.each(list(specs("e4m3")), list(specs("e4m3")))),
     ("e4m3", "rowwise", "tensorwise"),
     ("e4m3", "1x128", "rowwise"),

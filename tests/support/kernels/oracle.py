@@ -21,11 +21,13 @@ NAN = 0x7F
 
 @dataclass(frozen=True)
 class Layout:
-    """Bits of a format of the OCP "8-bit Floating Point Specification" rev. 1.0, tables 1 and 2."""
+    """Bits of a format of the OCP "8-bit Floating Point Specification" rev. 1.0, tables 1 and 2; or of OCP MX v1.0."""
 
     fraction_bits: int
     bias: int
     largest_code: int  # of a finite value
+    sign: int = SIGN
+    nan: int = NAN
 
     def value(self, code):
         """The value of a finite, non-negative code."""
@@ -45,7 +47,7 @@ class Layout:
         return self.value(self.largest_code)
 
 
-LAYOUTS = {"e4m3": Layout(3, 7, 0x7E), "e5m2": Layout(2, 15, 0x7B)}
+LAYOUTS = {"e4m3": Layout(3, 7, 0x7E), "e5m2": Layout(2, 15, 0x7B), "e2m1": Layout(1, 1, 0x7, 0x8, 0x0)}
 
 
 def floor_log2(x):
@@ -94,7 +96,7 @@ def cast(x, enc, layout):
     below, above = magnitude - grid[low], grid[high] - magnitude
     take_high = (above < below) | ((above == below) & (low % 2 == 1))
     codes = np.where(take_high & (high > low), high, low).astype(np.uint8)
-    return codes | np.where(np.signbit(product), SIGN, 0).astype(np.uint8)
+    return codes | np.where(np.signbit(product), layout.sign, 0).astype(np.uint8)
 
 
 def _slices(size, block):
@@ -113,10 +115,11 @@ def quantize(x, spec):
         for j, col in enumerate(cols):
             block = x[row, col]
             if not np.isfinite(block).all():
-                codes[row, col] = NAN
+                codes[row, col] = layout.nan
                 scales[i, j] = E8M0_NAN if e8m0 else np.nan
                 continue
             enc, scale = encode(Fraction(float(np.abs(block).max(initial=0.0))), spec)
             codes[row, col] = cast(block, enc, layout)
             scales[i, j] = floor_log2(scale) + E8M0_BIAS if e8m0 else float(scale)
-    return codes, scales
+    # Two codes of 4 bits a byte, the first one in the low bits.
+    return codes if layout.sign == SIGN else codes[:, ::2] | codes[:, 1::2] << 4, scales

@@ -6,15 +6,20 @@ from hypothesis import strategies as st
 
 from tritonfp8.recipes import Gemm, Recipe
 from tritonfp8.specs import ACCUMULATIONS, BLOCKS, QuantSpec
-from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.formats import BYTE_FORMATS, FORMATS, SCALE_FORMATS
 
 ROUNDINGS = sorted({rounding for scale_format in SCALE_FORMATS.values() for rounding in scale_format.roundings})
 COMBINATIONS = list(itertools.product(FORMATS, BLOCKS, SCALE_FORMATS, ROUNDINGS))
-VALID_SPECS = [
+EVERY_SPEC = [
     QuantSpec(format, block, scale_format, rounding)
     for format, block, scale_format, rounding in COMBINATIONS
-    if scale_format in BLOCKS[block].scale_formats and rounding in SCALE_FORMATS[scale_format].roundings
+    if format in BLOCKS[block].formats
+    and scale_format in BLOCKS[block].scale_formats
+    and rounding in SCALE_FORMATS[scale_format].roundings
 ]
+# Of 8 bits, which GEMMs multiply; and of two codes a byte.
+VALID_SPECS = [spec for spec in EVERY_SPEC if spec.format in BYTE_FORMATS]
+PACKED_SPECS = [spec for spec in EVERY_SPEC if spec.format not in BYTE_FORMATS]
 
 
 def specs():

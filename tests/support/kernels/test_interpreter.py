@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from cases import generator
 
-from tritonfp8.specs.formats import FORMATS
+from tritonfp8.specs.formats import BYTE_FORMATS, FORMATS
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="kernels are compiled in this process, not interpreted"
@@ -85,7 +85,7 @@ def expected_fp8(x, fmt):
     return expected
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BYTE_FORMATS)
 @pytest.mark.parametrize("x", [ALL_BF16, ALL_FP16], ids=["bf16", "fp16"])
 def test_every_16_bit_pattern_casts_to_fp8_as_in_torch(x, name):
     fmt = FORMATS[name]
@@ -96,7 +96,7 @@ def test_every_16_bit_pattern_casts_to_fp8_as_in_torch(x, name):
     assert (finite.abs() == fmt.qmax).sum() > 2, "nothing saturated: the patterns do not cover the range"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BYTE_FORMATS)
 def test_random_fp32_patterns_cast_to_fp8_as_in_torch(name):
     bits = torch.randint(-(2**31), 2**31, (2**18,), generator=generator(0))
     x = bits.to(torch.int32).view(torch.float32)
@@ -106,7 +106,7 @@ def test_random_fp32_patterns_cast_to_fp8_as_in_torch(name):
     assert torch.equal(cast(x, fmt.dtype).view(torch.uint8), expected_fp8(x, fmt))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BYTE_FORMATS)
 def test_fp8_casts_up_exactly(name):
     codes = torch.arange(256, dtype=torch.uint8).repeat(BLOCK // 256).view(FORMATS[name].dtype)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

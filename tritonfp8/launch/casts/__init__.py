@@ -7,6 +7,7 @@ dense           casts of one tensor in one orientation
 both            casts of one tensor in both
 transposes      transposes of several matrices by two launches
 codes           transposes that are made from codes
+packed          casts of formats of two codes a byte
 weights         casts of several weights in one launch
 groups          one pass over groups of rows, or over matrices
 grouped         the ops of groups and of matrices
@@ -26,5 +27,6 @@ from tritonfp8.launch.casts.grouped import (
     swiglu_backward_amax,
     swiglu_backward_amax_,
 )
+from tritonfp8.launch.casts.packed import expand_codes
 from tritonfp8.launch.casts.transposes import MOST_WEIGHTS
 from tritonfp8.launch.casts.weights import quantize_weights

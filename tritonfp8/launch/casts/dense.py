@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.kernels.cast import quantize as quantize_kernels
+from tritonfp8.launch.casts import packed
 from tritonfp8.launch.casts.lines import plan_columns, run_together
 from tritonfp8.launch.casts.partial_maxima import PartialMaxima, row_chunks
 from tritonfp8.launch.casts.side import META, Side, both, side_constants
@@ -222,10 +223,13 @@ def new_side(
 
 def plan_quantize(plan: Planner, x: View, amax: View | None, spec: str, transpose: bool) -> list[View] | None:
     """Outputs: qdata, scale."""
-    found = spec_of(spec)
+    found = spec_of(spec, packed=True)
     matrix = _folded(x, found.block)
     if matrix is None:
         return None
+    if FORMATS[found.format].codes_a_byte > 1:
+        of, shape = (matrix.t(), x.shape[::-1]) if transpose else (matrix, x.shape)
+        return None if amax is not None else packed.plan_quantize(plan, of, shape, found)
     bits = None
     if amax is not None:
         bits = amax.viewed((1, *scale_shape((matrix.t() if transpose else matrix).shape, found.block)))
@@ -239,14 +243,17 @@ def plan_quantize(plan: Planner, x: View, amax: View | None, spec: str, transpos
 
 def plan_quantize_into(plan: Planner, qdata: View, scale: View, x: View, spec: str) -> list[View] | None:
     """No output. No plan where a view of codes, scales or values would be a copy."""
-    found = spec_of(spec)
+    found = spec_of(spec, packed=True)
     matrix, codes = _folded(x, found.block), qdata.folded()
     if matrix is None or codes is None:
         return None
-    scales = scale if codes is qdata else scale.viewed(scale_shape(codes.shape, found.block))
+    scales = scale if codes is qdata else scale.viewed(scale_shape(matrix.shape, found.block))
     if scales is None:
         return None
-    plan_sides(plan, matrix, side_of(codes, scales, found), None)
+    if FORMATS[found.format].codes_a_byte > 1:
+        packed.add_quantize(plan, matrix, codes, scales, found)
+    else:
+        plan_sides(plan, matrix, side_of(codes, scales, found), None)
     return []
 
 
@@ -259,7 +266,7 @@ def quantize_into(qdata: Tensor, scale: Tensor, x: Tensor, spec: str) -> None:
 
 def _quantize_matrices(x: Tensor, spec: str, transpose: bool, amax: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Several matrices with a block that crosses the rows of two, one by one; None for another tensor."""
-    if not x.numel() or _is_folded(x.shape, spec_of(spec).block):
+    if not x.numel() or _is_folded(x.shape, spec_of(spec, packed=True).block):
         return None
     amaxes = [None] * len(x) if amax is None else amax
     pairs = [quantize(m, spec, False, a) for m, a in zip(x, amaxes, strict=True)]
@@ -270,15 +277,18 @@ quantize = launcher(plan_quantize, reference.quantize, _quantize_matrices)
 
 
 def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: str, dtype: torch.dtype) -> list[View] | None:
-    """One output, of the shape of ``qdata``."""
-    rows, cols = block = spec_of(spec).block
+    """One output, of the shape that was quantized."""
+    found = spec_of(spec, packed=True)
+    if FORMATS[found.format].codes_a_byte > 1:
+        return packed.plan_dequantize(plan, qdata, scale, found, dtype)
+    rows, cols = block = found.block
     q = _folded(qdata, block)
     if q is None:
         return None
     scales = scale.viewed(scale_shape(q.shape, block))
     if scales is None:
         return None
-    exponent_only = SCALE_FORMATS[spec_of(spec).scale_format].exponent_only
+    exponent_only = SCALE_FORMATS[found.scale_format].exponent_only
     m, n = q.shape
     out = plan.empty(qdata.shape, dtype)
     tile = cast_tiles.DEQUANTIZE
@@ -294,7 +304,7 @@ def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: str, dtype: t
 
 
 def _dequantize_matrices(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor | None:
-    if not qdata.numel() or _is_folded(qdata.shape, spec_of(spec).block):
+    if not qdata.numel() or _is_folded(qdata.shape, spec_of(spec, packed=True).block):
         return None
     return torch.stack([dequantize(q, s, spec, dtype) for q, s in zip(qdata, scale, strict=True)])
 

@@ -11,7 +11,7 @@ import torch
 
 from tritonfp8 import launch
 from tritonfp8.ops.passes.nodes import argument, layouts, replace, source
-from tritonfp8.specs import ROWWISE, spec_of
+from tritonfp8.specs import ROWWISE, SPECS
 
 # The codes of all weights of a batch are in memory at once, so a batch has at most so many elements. The cast of a
 # larger weight takes longer than its launches, so it gains nothing.
@@ -42,7 +42,7 @@ def _key(node: Any) -> tuple[Any, ...] | None:
     else:
         # Forward made the scale. One that the graph makes itself may come after the first cast of the batch.
         joins = scale.op == "placeholder" and argument(node, 4, "amax") is None
-    if not joins or x.op != "placeholder" or any(spec_of(spec).block != ROWWISE for spec in specs):
+    if not joins or x.op != "placeholder" or any(SPECS[spec].block != ROWWISE for spec in specs):
         return None
     fake = x.meta["val"]
     if fake.itemsize == 1 or not all(isinstance(size, int) for size in (*fake.shape, *fake.stride())):

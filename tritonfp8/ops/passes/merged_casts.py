@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from tritonfp8.ops.passes.nodes import EAGER_INPUTS, argument, erase_unused, layouts, replace, source
+from tritonfp8.specs import SPECS
+from tritonfp8.specs.formats import BYTE_FORMATS
 
 
 def _is_mergeable(node: Any) -> bool:
-    # The op of both casts finds the amaxes itself, and takes one matrix.
-    return argument(node, 3, "amax") is None and node.args[0].meta["val"].ndim == 2
+    # The op of both casts finds the amaxes itself, takes one matrix, and makes codes of 8 bits.
+    is_byte = SPECS[node.args[1]].format in BYTE_FORMATS
+    return is_byte and argument(node, 3, "amax") is None and node.args[0].meta["val"].ndim == 2
 
 
 def read_sources(graph: Any) -> int:

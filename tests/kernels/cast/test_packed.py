@@ -1,0 +1,107 @@
+"""Casts of formats of two codes a byte: kernels equal the reference to the bit."""
+
+import pytest
+import torch
+from cases import MATRICES, banded, each_device, normal, patterns, random_bits, views, with_specials
+from strategies import PACKED_SPECS as SPECS
+
+from tritonfp8 import reference
+from tritonfp8.launch import casts
+from tritonfp8.specs import BLOCK_1X32
+from tritonfp8.specs.testing import assert_bitwise_equal
+from tritonfp8.tuning import cast_tiles
+
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
+LONG = cast_tiles.PACKED.n + 38
+
+
+def check_values(codes, text):
+    """Of what is dequantized: NaN may have any bits."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found, expected = casts.dequantize(*codes, text, dtype), reference.dequantize(*codes, text, dtype)
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert_bitwise_equal(found.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(found.isinf(), expected.isinf())
+
+
+def check(x, spec, device):
+    """The cast, and what is made of its codes."""
+    x, (text,) = x.to(device), spec.args
+    codes = reference.quantize(x, text)
+    assert_bitwise_equal(list(casts.quantize(x, text)), list(codes))
+    check_values(codes, text)
+    assert_bitwise_equal(list(casts.expand_codes(*codes, text)), list(reference.expand_codes(*codes, text)))
+
+
+@each_device
+@each_spec
+def test_all_patterns(device, spec):
+    check(patterns(torch.bfloat16), spec, device)
+    check(patterns(torch.float16), spec, device)
+
+
+@each_device
+@each_spec
+def test_bits_that_are_no_usual_numbers(device, spec):
+    check(random_bits(256, 200), spec, device)
+    check(with_specials(normal(140, 70)), spec, device)
+    check(torch.zeros(130, 40), spec, device)
+    check(torch.full((130, 40), -1e-45), spec, device)
+    check(torch.full((130, 40), torch.finfo(torch.float32).max), spec, device)
+
+
+@each_device
+@pytest.mark.parametrize(
+    "shape", [*((m, n + n % 2) for m, n in MATRICES.values()), (3, LONG), (2, 3, 46), (70,)], ids=str
+)
+def test_every_shape(device, shape):
+    for dtype in (torch.bfloat16, torch.float64):
+        check((banded(*shape) if len(shape) > 1 else normal(*shape)).to(dtype), SPECS[0], device)
+
+
+@each_device
+def test_every_code_with_every_scale(device):
+    """Row ``s`` has each pair of codes in a block of scale ``s``; then scales up to 20 apart in one row."""
+    bytes_ = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, 16).contiguous()
+    (text,) = SPECS[0].args
+    for each in (scales, (100 + torch.arange(16)[None, :] * torch.arange(256)[:, None] % 21).to(torch.uint8)):
+        codes = bytes_.to(device), each.view(torch.float8_e8m0fnu).to(device)
+        check_values(codes, text)
+        found = reference.expand_codes(*codes, text)
+        assert_bitwise_equal(list(casts.expand_codes(*codes, text)), list(found))
+    assert found[2].any()
+
+
+@each_device
+def test_layouts_in_memory_and_memory_that_exists(device):
+    (text,) = SPECS[1].args
+    for name, x in views(normal(33, 70, dtype=torch.bfloat16).to(device)).items():
+        expected = list(reference.quantize(x, text))
+        assert_bitwise_equal(list(casts.quantize(x, text)), expected), name
+        assert_bitwise_equal(list(casts.quantize(x.t(), text, True)), expected)
+        buffer = torch.zeros(33, 40, dtype=torch.uint8, device=device)
+        scale = torch.zeros(3, 33, device=device, dtype=torch.uint8).view(torch.float8_e8m0fnu).t()
+        casts.quantize_into(buffer[:, 2:37], scale, x, text)
+        assert_bitwise_equal([buffer[:, 2:37], scale], expected)
+        assert not buffer[:, :2].any()
+        assert not buffer[:, 37:].any()
+
+
+@each_device
+def test_a_known_amax_is_left_to_the_reference(device):
+    (text,), x = SPECS[0].args, normal(33, 70).to(device)
+    amax = reference.amax(x, BLOCK_1X32) * 2
+    assert_bitwise_equal(list(casts.quantize(x, text, False, amax)), list(reference.quantize(x, text, False, amax)))
+
+
+@each_device
+def test_empty(device):
+    (text,) = SPECS[0].args
+    for shape in ((0, 8), (8, 0)):
+        codes = casts.quantize(torch.zeros(shape, device=device), text)
+        assert_bitwise_equal(list(codes), list(reference.quantize(torch.zeros(shape, device=device), text)))
+        assert casts.dequantize(*codes, text, torch.float32).shape == shape
+        assert [x.shape for x in casts.expand_codes(*codes, text)] == [shape, (shape[0], 1), (shape[0], 1)]
