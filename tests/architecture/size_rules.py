@@ -54,7 +54,7 @@ def class_name_violations(modules):
 
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
-    "kernels": 4930,  # transposes that are made from codes, also of several weights and of groups; MXFP4
+    "kernels": 5200,  # transposes that are made from codes, also of several weights and of groups; MXFP4
     "compat": 1390,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; Ctrl-C after a block
     "specs": 1165,  # naming; which transposes can be made from codes, and which stored codes have; two codes a byte
     "recipes": 660,  # transposed_from, a backward that dequantizes, and files of the recipes of layers
@@ -81,7 +81,8 @@ ROOM_LINES = {
 
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
-TEST_LINES = 54_800
+# MXFP4; codes in each mode; health; advice; diffusion; weights for engines; generators; chains; exact models
+TEST_LINES = 55_000
 
 
 def room_violations(modules, limits=None):
