@@ -157,7 +157,9 @@ def expand_codes_kernel(
         scaled = values * enc[:, None, None]
         nearest = scaled if DIRECT_CAST else round_to_format(scaled, OUT_MANTISSA_BITS, OUT_EMIN)
         codes = nearest.to(out_ptr.dtype.element_ty)
-        rounded += tl.sum(tl.sum((codes.to(tl.float32) != scaled).to(tl.int32), 2), 1)
+        # Of numbers of so few digits these are in the format that are multiples of its smallest one.
+        multiples = scaled * (2.0 ** (OUT_MANTISSA_BITS - OUT_EMIN))
+        rounded += tl.sum(tl.sum((multiples != tl.floor(multiples)).to(tl.int32), 2), 1)
         _store(out_ptr, codes, rows, blocks, M, K, COLS)
     tl.store(scale_ptr + rows, scale[:, None], mask=rows < M)
     # In a row with a NaN nothing is a number.

@@ -69,18 +69,21 @@ class Replayed:
         if key != self._key or cache is not self._cache:
             self.release()
             self._key, self._cache = key, cache
+            self._inputs = [x.clone() for x in tensors]
+        for kept, x in zip(self._inputs, tensors, strict=True):
+            kept.copy_(x)
+        if self._graph is not None:
+            self._graph.replay()
+            return self._output
+        # The inputs of all calls, so that nothing is compiled again for what the capture reads.
+        of_calls = iter(self._inputs)
+        inputs = _pytree.tree_unflatten([next(of_calls) if isinstance(x, Tensor) else x for x in leaves], tree)
         self._calls += 1
         if self._calls <= _CALLS_BEFORE:
             return compiled(past_key_values=cache, **inputs)
-        if self._graph is None:
-            self._inputs = [x.clone() for x in tensors]
-            kept = iter(self._inputs)
-            inputs = _pytree.tree_unflatten([next(kept) if isinstance(x, Tensor) else x for x in leaves], tree)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(tensors[0].device), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._output = compiled(past_key_values=cache, **inputs)
-        for kept_input, x in zip(self._inputs, tensors, strict=True):
-            kept_input.copy_(x)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(tensors[0].device), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._output = compiled(past_key_values=cache, **inputs)
         self._graph.replay()
         return self._output
 
