@@ -62,7 +62,7 @@ ROOM_LINES = {
     "tuning": 1535,  # tiles of transposes that are made from codes
     "launch": 4830,  # transposes that are made from codes, also of several weights and of groups; chains; MXFP4
     "ops": 1860,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
-    "layers": 6785,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled
+    "layers": 6830,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled; MXFP4
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 2800,  # load_tensors, the headers of a stream, and its check; what rounding again costs, in dB
