@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonfp8.functional import dequantize
-from tritonfp8.layers.stored import StoredMatrices
+from tritonfp8.functional import dequantize, quantize
+from tritonfp8.layers.linear import is_converted
+from tritonfp8.layers.moe import is_converted_experts
+from tritonfp8.layers.stored import DTYPES, StoredMatrices, StoredWeight
+from tritonfp8.specs import EXPANDED
 from tritonfp8.specs.naming import columns, repeated
 from tritonfp8.specs.quantized import Quantized
 from tritonfp8.specs.testing import sqnr
@@ -104,22 +107,25 @@ class LoadedLayer:
             ``"rounded again"``. None if the layer is not converted, or its recipe keeps ``output`` in high precision.
         sqnr_db: if they are rounded again, the signal-to-quantization-noise ratio of the new values to the values of
             the checkpoint, in dB; else None.
+        rows_rounded: of codes of fewer than 8 bits that are kept, the rows whose values e4m3 does not hold by a scale a
+            row, as the recipe reads them.
     """
 
     loaded_as: str
     again: str | None
     sqnr_db: float | None = None
+    rows_rounded: int = 0
 
     def __str__(self) -> str:
         if self.again is None:
             return self.loaded_as
         cost = "" if self.sqnr_db is None else f" ({self.sqnr_db:.1f} dB)"
+        if self.rows_rounded:
+            cost += f"; a scale a row rounds {self.rows_rounded} rows of them, and the recipe 'mxfp8' none"
         return f"{self.loaded_as}; by its recipe: {self.again}{cost}"
 
 
-def loaded_layer(
-    loaded_as: str, again: Quantized | StoredMatrices, read: Any, values: Tensor, exact: bool
-) -> LoadedLayer:
+def _layer(loaded_as: str, again: Quantized | StoredMatrices, read: Any, values: Tensor, exact: bool) -> LoadedLayer:
     """A layer with a recipe.
 
     Args:
@@ -146,6 +152,35 @@ def _are_equal(codes: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> b
     (qdata, scale), (other_qdata, other_scale) = codes, others
     is_same_scale = torch.equal(scale.float(), other_scale.float())
     return is_same_scale and torch.equal(qdata.view(torch.uint8), other_qdata.view(torch.uint8))
+
+
+def loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:
+    """What the recipe of a layer makes of its new weight."""
+    is_stored = isinstance(weight, StoredWeight)
+    if not (is_converted(owner) or is_stored) or owner.recipe.output.rhs is None:
+        return LoadedLayer(shown, None)
+    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
+    found = _layer(shown, again, read, dequantize(read, torch.float32), True)
+    return _with_rounded(found, owner, weight)
+
+
+def _with_rounded(found: LoadedLayer, owner: Any, weight: Tensor) -> LoadedLayer:
+    """With the rows that a recipe with a scale a row rounds when it reads codes of fewer bits."""
+    reads_rows = isinstance(weight, StoredWeight) and owner.recipe.output.rhs == EXPANDED
+    if not reads_rows:
+        return found
+    return dataclasses.replace(found, rows_rounded=weight.rows_rounded())  # type: ignore[attr-defined]
+
+
+def loaded_experts(
+    owner: Any, shown: str, weight: Tensor, read: StoredMatrices | str | None, values: Tensor, is_exact: bool
+) -> LoadedLayer:
+    """As :func:`loaded`; ``values`` were read, in the dtype of the parameter."""
+    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
+    if spec is None or weight.dtype not in DTYPES:
+        return LoadedLayer(shown, None)
+    again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec)
+    return _with_rounded(_layer(shown, again, read, values, is_exact), owner, weight)
 
 
 @dataclass(frozen=True)
