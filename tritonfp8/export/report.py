@@ -125,7 +125,9 @@ class LoadedLayer:
         return f"{self.loaded_as}; by its recipe: {self.again}{cost}"
 
 
-def _layer(loaded_as: str, again: Quantized | StoredMatrices, read: Any, values: Tensor, exact: bool) -> LoadedLayer:
+def _loaded_layer(
+    loaded_as: str, again: Quantized | StoredMatrices, read: Any, values: Tensor, exact: bool
+) -> LoadedLayer:
     """A layer with a recipe.
 
     Args:
@@ -160,7 +162,7 @@ def loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLay
     if not (is_converted(owner) or is_stored) or owner.recipe.output.rhs is None:
         return LoadedLayer(shown, None)
     again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
-    found = _layer(shown, again, read, dequantize(read, torch.float32), True)
+    found = _loaded_layer(shown, again, read, dequantize(read, torch.float32), True)
     return _with_rounded(found, owner, weight)
 
 
@@ -180,7 +182,7 @@ def loaded_experts(
     if spec is None or weight.dtype not in DTYPES:
         return LoadedLayer(shown, None)
     again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec)
-    return _with_rounded(_layer(shown, again, read, values, is_exact), owner, weight)
+    return _with_rounded(_loaded_layer(shown, again, read, values, is_exact), owner, weight)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def exact_attention(
         q: ``[B, Hq, T, D]``.
         k: ``[B, Hkv, S, D]``; Hq is a multiple of Hkv.
         v: as ``k``.
-        scale: factor of the products of ``q`` and ``k``.
+        scale: factor of the products of ``q`` and ``k``, above 0.
         window: the number of keys that a query sees, its own with them; 0 for all.
         places: ``[B, 2]`` int32: the index among the keys of the sequence's first token, negative where a cache dropped
             it; and the index of the key of the first query. None: each sequence begins at key 0, and the queries are
@@ -43,7 +43,7 @@ def exact_attention(
         The result ``[B, T, Hq, D]`` contiguous, in the dtype of ``q``; and the logsumexp of each row's scaled products,
         ``[B, Hq, T]`` float32 (float64 for float64). A row without keys has 0 and -inf.
     """
-    check_attention(q, k, v, places, window)
+    check_attention(q, k, v, places, scale, window)
     (b, hq, t, d), (_, hkv, s, _) = q.shape, k.shape
     first, query = _places(q, k, places)
     rows = (query[:, None] + torch.arange(t, device=q.device)).view(b, 1, 1, t, 1)
@@ -56,11 +56,12 @@ def exact_attention(
             index = first[:, None] + torch.arange(step, step + SUB_TILE, device=q.device)
             # Not behind the last query either: a cache may have anything there.
             exists = (index >= 0) & (index < (query[:, None] + t).clamp(max=s))
-            keys = index.view(b, 1, 1, 1, SUB_TILE)
-            seen = exists.view(b, 1, 1, 1, SUB_TILE) & (keys <= rows)
+            at = index.view(b, 1, 1, 1, SUB_TILE)
+            seen = exists.view(b, 1, 1, 1, SUB_TILE) & (at <= rows)
             if window:
-                seen = seen & (keys > rows - window)
-            part = _step(part, queries, _taken(k, index, exists), _taken(v, index, exists), seen, scale)
+                seen = seen & (at > rows - window)
+            keys, values = (_taken(x, index, exists) for x in (k, v))
+            part = _step(part, queries, keys, values, seen, scale)
         total = _merged(total, part)
     largest, weight, sums = total
     none = weight == 0
@@ -140,7 +141,7 @@ def exact_attention_backward(
     Returns:
         In the dtypes and layouts of ``q``, ``k`` and ``v``.
     """
-    check_attention(q, k, v, places, window)
+    check_attention(q, k, v, places, scale, window)
     dtype, (b, hq, t, d), (_, hkv, s, _) = wide(q.dtype), q.shape, k.shape
     first, query = _places(q, k, places)
     rows = (query[:, None] + torch.arange(t, device=q.device)).view(b, 1, 1, t, 1)
@@ -164,11 +165,11 @@ def _like(values: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(values)
 
 
-def check_attention(q: Any, k: Any, v: Any, places: Any, window: int) -> None:
+def check_attention(q: Any, k: Any, v: Any, places: Any, scale: float, window: int) -> None:
     """Check the arguments of :func:`exact_attention`, tensors or views.
 
     Raises:
-        ValueError: shapes, dtypes or ``window`` do not fit.
+        ValueError: shapes, dtypes, ``scale`` or ``window`` do not fit.
     """
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if not _are_heads(*shapes):
@@ -178,6 +179,8 @@ def check_attention(q: Any, k: Any, v: Any, places: Any, window: int) -> None:
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}: cast two of them")
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0; got {scale}: change the sign of q")
     if window < 0:
         raise ValueError(f"window must be a number of keys, or 0 for all; got {window}")
     if places is None:

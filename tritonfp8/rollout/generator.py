@@ -16,8 +16,10 @@ from tritonfp8.conversion.selection import converted
 from tritonfp8.layers import stamp
 from tritonfp8.layers.linear import autocast_dtype, require_module
 from tritonfp8.layers.stored import stored_part
+from tritonfp8.rollout.casting import CastsInPlace
 from tritonfp8.rollout.continuous import generate_paged
-from tritonfp8.rollout.exact import EXACT_OPTIONS, is_exact
+from tritonfp8.rollout.decoding import Replayed, can_replay
+from tritonfp8.rollout.exact import EXACT_OPTIONS, checked_masks, is_exact
 from tritonfp8.rollout.scoring import RawLogits, check_temperature, chosen_log_probs, inside, processing
 from tritonfp8.rollout.sharing import OwnWeight, own_weights, read_all, second_model
 from tritonfp8.specs.checks import require_type
@@ -94,6 +96,8 @@ class Rollout:
         # By name the parameter that was read, and its stamp then.
         self._read: dict[str, tuple[Tensor, object]] = {}
         self._cache: tuple[tuple[int, int], Any] | None = None
+        self._cast = CastsInPlace()
+        self._replayed = Replayed(self.model)
         self.refresh()
 
     def __repr__(self) -> str:
@@ -109,7 +113,8 @@ class Rollout:
     def refresh(self) -> None:
         """Take the weights that the trainer has now. Addresses of tensors stay, so CUDA graphs stay valid.
 
-        A whole weight is cast into the codes that exist. What FSDP2 gathers is read before anything is written, so a
+        A whole weight is cast into the codes that exist; on a GPU all of them by one CUDA graph, from the second time
+        on. What FSDP2 gathers is read before anything is written, so a
         second set of these codes is in memory until the end, and all ranks call this together. Ctrl-C leaves the
         weights before or the new ones, and never some of both. After an error all weights count as changed, so
         :meth:`generate` refuses. A weight that the trainer stores in 8 bits needs no refresh.
@@ -124,8 +129,7 @@ class Rollout:
         with uninterrupted():
             for each, x in found:
                 each.write(x)
-            for each in cast:
-                each.cast(self.autocast)
+            self._cast(cast, self.autocast)
             # At the end: after an error in between, each weight that changed still counts as changed.
             self._read = {each.name: (each.parameter, stamp(each.parameter)) for each in self.own}
 
@@ -173,6 +177,7 @@ class Rollout:
     def release(self) -> None:
         """Free the cache of keys and values, which is kept for CUDA graphs; they are captured again then."""
         self._cache = None
+        self._replayed.release()
 
     @torch.no_grad()
     def generate(
@@ -200,8 +205,8 @@ class Rollout:
             do_sample: whether to sample.
             temperature: above 0.
             seed: of the sampling; torch's state is the same afterwards. Default: torch's state.
-            compile: whether decoding is compiled (``torch.compile`` in mode "reduce-overhead": a CUDA graph). Default:
-                as transformers does, on a GPU.
+            compile: whether decoding is compiled, and on a GPU replayed as a CUDA graph. Default: as transformers does,
+                on a GPU.
             **options: of ``generate`` of transformers, such as ``top_k``, ``eos_token_id``, ``pad_token_id``. With
                 ``cache_implementation="paged"`` an exact model generates by continuous batching: sequences of any
                 lengths at a time, as many as ``continuous_batching_config`` has pages for; by default all.
@@ -222,11 +227,13 @@ class Rollout:
         if options.get("cache_implementation") == "paged":
             options = {**sampling, **options, "compile": compile}
             return self._generate_paged(ids, mask, max_new_tokens, temperature, do_sample, seed, options)
-        sampling |= self._compiling(compile, ids.device)
+        replayed = None
         if "cache_implementation" not in options:
-            sampling["past_key_values"] = self._static_cache(len(ids), ids.shape[1] + max_new_tokens, options)
+            sampling["past_key_values"] = cache = self._static_cache(len(ids), ids.shape[1] + max_new_tokens, options)
+            replayed = cache if ids.is_cuda and compile is not False and can_replay(cache) else None
+        sampling |= self._compiling(compile, ids.device, replayed is not None)
         chosen = _Chosen(temperature)
-        with _seeded(seed, ids.device), self.computing(), processing(self.model, chosen):
+        with _seeded(seed, ids.device), processing(self.model, chosen), self._decoding(replayed):
             sequences = self.model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=do_sample,
                 **{**sampling, **options},
@@ -275,14 +282,24 @@ class Rollout:
         sequences = torch.cat([ids, torch.tensor(rows, device=ids.device)], 1)
         return Generated(sequences, log_probs[:, :longest], valid, torch.cat([mask, valid.long()], 1))
 
-    def _compiling(self, compile: bool | None, device: torch.device) -> dict[str, Any]:
+    @contextmanager
+    def _decoding(self, replayed: Any) -> Iterator[None]:
+        """What surrounds ``generate`` of transformers; ``replayed`` is the cache with which a CUDA graph decodes."""
+        replaying = nullcontext() if replayed is None else self._replayed.replaying(replayed)
+        with self.computing(), checked_masks(), replaying:
+            yield
+
+    def _compiling(self, compile: bool | None, device: torch.device, replays: bool) -> dict[str, Any]:
         if compile is not None and not compile:
             return {"disable_compile": True}
-        if compile is None and not (is_exact(self.model) and device.type == "cuda"):
+        if compile is None and not (is_exact(self.model) and device.type == "cuda") and not replays:
             return {}
         from transformers import CompileConfig
 
-        config = CompileConfig(mode=None, options=EXACT_OPTIONS) if is_exact(self.model) else CompileConfig()
+        options = EXACT_OPTIONS if is_exact(self.model) else {}
+        config = CompileConfig(
+            mode=None, options=options | {"triton.cudagraphs": device.type == "cuda" and not replays}
+        )
         # A CPU is compiled for only if it is asked for.
         config._compile_all_devices = device.type != "cuda"
         return {"compile_config": config}

@@ -49,8 +49,8 @@ def heads(sizes, dtype, device):
     return [normal(*shape, seed=i, dtype=dtype, device=device).transpose(1, 2) for i, shape in enumerate(shapes)]
 
 
-def run(q, k, v, window=0, places=None, way=(None, None)):
-    found = planned(attention.plan_parts, (q, k, v, places), (q.shape[3] ** -0.5, window, *way))
+def run(q, k, v, window=0, places=None, way=(None, None), tma=None):
+    found = planned(attention.plan_parts, (q, k, v, places), (q.shape[3] ** -0.5, window, *way, tma))
     assert found is not None
     return found
 
@@ -67,15 +67,16 @@ def assert_equal(some, others):
 @each_dtype
 def test_every_way_has_one_set_of_bits_and_the_right_values(device, sizes, dtype):
     q, k, v = heads(sizes, dtype, device)
-    found = run(q, k, v, sizes.window, way=WHOLE)
+    # Other heads have one tile.
+    has_tiles = dtype != torch.float32 and sizes.d <= 128
+    found = run(q, k, v, sizes.window, way=WHOLE if has_tiles else (False, None))
     expected = reference.exact_attention(q.double(), k.double(), v.double(), sizes.d**-0.5, sizes.window)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x.double(), y, **tolerance(dtype))
-    ways = [PARTS, (None, None)]
-    if dtype != torch.float32 and sizes.d <= 128:
-        ways.append(LARGER)
-    for way in ways:
-        assert_equal(run(q, k, v, sizes.window, way=way), found)
+    ways = [PARTS, LARGER] if has_tiles else [(True, None)]
+    for way in (*ways, (None, None)):
+        for tma in (False, True):
+            assert_equal(run(q, k, v, sizes.window, way=way, tma=tma), found)
 
 
 @cases(SMALL[:1], LARGE[:3])

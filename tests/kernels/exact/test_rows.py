@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import CUDA, INTERPRETER, normal
+from cases import CUDA, INTERPRETER, each_device, normal
 
 from tritonfp8 import reference
 from tritonfp8.launch.exact import gemm, rows
@@ -64,6 +64,26 @@ def test_row_logsumexp(device, counts, sizes, dtype, temperature):
         found = assert_rows_alone(lambda x: rows.row_logsumexp(x, temperature), x, counts)
         expected = reference.row_logsumexp(x.double(), temperature)
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-6)
+        assert torch.equal(rows.row_logsumexp(x.float(), temperature), found)
+
+
+@each_device
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_that_is_not_finite(device, value):
+    x = normal(5, 300, device=device)
+    x[2, 7] = value
+    expected = reference.rms_norm(x, x[0], 1e-5)[0]
+    torch.testing.assert_close(rows.rms_norm(x, x[0], 1e-5)[0], expected, equal_nan=True)
+    found = rows.row_logsumexp(x)
+    assert found.isnan().tolist() == [False, False, True, False, False]
+
+
+@each_device
+@pytest.mark.parametrize("magnitude", [1e-25, 1e-12, 1e12, 1e25])
+def test_rms_norm_of_any_magnitude(device, magnitude):
+    x, weight = normal(5, 300, device=device) * magnitude, torch.ones(300, device=device)
+    expected = reference.rms_norm(x, weight, 1e-20)[0]
+    torch.testing.assert_close(rows.rms_norm(x, weight, 1e-20)[0], expected, rtol=1e-5, atol=0)
 
 
 @each_case

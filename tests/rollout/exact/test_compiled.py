@@ -1,9 +1,11 @@
 """Compiled decoding and compiled training have the bits of eager code, given the option that make_exact chooses."""
 
+import itertools
+
 import pytest
 import torch
 from exact_models import DEVICES, exact, padded, positions, same, sequences, together
-from rollout_models import IDS, MASK, OPTIONS
+from rollout_models import IDS, MASK, OPTIONS, step
 
 from tritonfp8.rollout import Rollout, check, generator
 
@@ -17,6 +19,9 @@ def compiled_difference(model, device):
     assert rollout.model._compiled_call is not None
     assert found.tokens > 9
     assert not torch._dynamo.utils.counters["graph_break"]
+    # A window's cache counts tokens by a number of Python, which a replay does not change.
+    has_window = any(hasattr(layer, "cumulative_length_int") for layer in rollout._cache[1].layers)
+    assert (rollout._replayed._graph is not None) == (device == "cuda" and not has_window)
     return found
 
 
@@ -45,10 +50,37 @@ def test_cuda_graphs_under_autocast():
         assert compiled_difference(model, "cuda").max_difference == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["rowwise", None])
+def test_a_graph_reads_what_changes_between_calls(recipe):
+    """New weights at the same addresses, weights at others, other prompts, and a cache that is made again."""
+    model = exact("llama", recipe, device="cuda")
+    rollout, seen = Rollout(model), []
+    for change in range(5):
+        if change == 2:
+            for p in model.parameters():
+                p.data = p.data.clone()
+        if change == 3:
+            rollout.release()
+        ids = IDS.cuda() + change
+        step(model)
+        rollout.refresh()
+        found, expected = (
+            rollout.generate(ids, MASK.cuda(), **OPTIONS | {"max_new_tokens": 8, "compile": compile})
+            for compile in (True, False)
+        )
+        assert torch.equal(found.sequences, expected.sequences)
+        assert torch.equal(found.log_probs, expected.log_probs)
+        seen.append(rollout._replayed._graph)
+    # The clone of a norm's weight is at another address, a released cache too.
+    assert [id(x) == id(y) for x, y in itertools.pairwise(seen)] == [True, False, False, True]
+    assert None not in seen
+
+
 @pytest.mark.slow
 def test_compiled_decoding_without_the_option(monkeypatch):
     """A compiler's fusions keep values in float32 that single operations round."""
-    monkeypatch.setattr(generator, "EXACT_OPTIONS", {"triton.cudagraphs": True})
+    monkeypatch.setattr(generator, "EXACT_OPTIONS", {})
     found = compiled_difference(exact("gemma", num_hidden_layers=1), "cpu")
     assert found.max_difference > 0
     assert found.module is None

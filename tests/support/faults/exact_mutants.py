@@ -6,6 +6,20 @@ _ROWS, _GENERATION, _COMPILED, _COVERAGE, _PAGED = (
 
 FAULTS = (
     (
+        "kernels/exact/attention.py",
+        "    skipped = tl.maximum(span.start - start, 0) // STEP * STEP\n",
+        "    skipped = tl.maximum(span.start - start, 0)\n",
+        "steps of keys begin where the window of a tile begins",
+        ("tests/kernels/exact/test_attention.py",),
+    ),
+    (
+        "kernels/exact/attention.py",
+        "    start = sequence.first + split * SPLIT\n",
+        "    start = sequence.first % 64 + split * SPLIT\n",
+        "splits are counted from another key than the first of the sequence",
+        ("tests/kernels/exact/test_attention.py",),
+    ),
+    (
         "tritonfp8/rollout/exact/functions.py",
         "ops.matmul(rows, weight, bias, batch_invariant=True)",
         "ops.matmul(rows, weight, bias)",
@@ -57,8 +71,8 @@ FAULTS = (
     ),
     (
         "tritonfp8/rollout/generator.py",
-        "config = CompileConfig(mode=None, options=EXACT_OPTIONS) if is_exact(self.model) else CompileConfig()",
-        "config = CompileConfig()",
+        "options = EXACT_OPTIONS if is_exact(self.model) else {}",
+        "options: dict[str, Any] = {}",
         "compiled decoding rounds less often than training",
         (_COMPILED, "-k", "compiled_decoding and olmoe"),
     ),

@@ -82,7 +82,8 @@ def addresses_of(rollout):
 
 def step(model, rate=0.5):
     """A step of SGD on the prompts."""
-    model(IDS, labels=IDS).loss.backward()
+    ids = IDS.to(model.device)
+    model(ids, labels=ids).loss.backward()
     torch.optim.SGD(model.parameters(), lr=rate).step()
     model.zero_grad()
 

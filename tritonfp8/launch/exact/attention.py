@@ -1,8 +1,7 @@
-"""Launch attention whose rows have bits of their own: whole, or for few queries in parts; and its gradient."""
+"""Launch attention whose rows have bits of their own, whole or in parts, and its gradient."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,40 +14,54 @@ from tritonfp8.kernels.exact import attention as kernels
 from tritonfp8.kernels.exact import attention_backward as backward_kernels
 from tritonfp8.launch.exact.rows import OPTIONS
 from tritonfp8.launch.launcher import launcher
-from tritonfp8.launch.plan import Planner, Pointer, View
+from tritonfp8.launch.plan import MAX_TMA_STRIDE, TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
 
-_STEPS = {"STEP": reference.SUB_TILE, "STEPS": reference.SPLIT // reference.SUB_TILE}
-# Rows of a tile, and warps. Fewer rows would take another instruction, which sums in another order.
-_FEW, _MANY = (64, 4), (128, 8)
-_LONGEST = 256
-_STAGES = 2
-_MERGED_ROWS = 4
+assert (kernels.SPLIT.value, kernels.STEP.value) == (reference.SPLIT, reference.SUB_TILE)
 _ON_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
+_LONGEST, _DELTA_ROWS = 256, 16
+
+# Rows of a tile, and warps. Both give a row the same bits; fewer rows would take another instruction, which sums in
+# another order.
+_FEW, _MANY = (64, 4), (128, 8)
+# One for all numbers of rows: where warps share a row, or without tensor cores, the layout decides the order of sums.
+_WIDE_HEAD, _FLOAT32 = (64, 8), (16, 8)
 
 
-def _fits(*views: View) -> bool:
-    """Whether kernels read these heads: elements of a row follow each other."""
-    return all(x.numel() and x.strides[3] == 1 and x.shape[3] <= _LONGEST and x.dtype in _ON_KERNELS for x in views)
+def _tile(plan: Planner, rows: int, q: View, is_ahead: bool) -> tuple[int, int]:
+    if q.dtype == torch.float32:
+        return _FLOAT32
+    # Blackwell moves two states from tensor memory to registers where a split begins.
+    if q.shape[3] > (64 if plan.device.has_native_mx else 128):
+        return _WIDE_HEAD
+    # Two programs with a small tile each fill a multiprocessor of Hopper, where TMA loads keys ahead without registers.
+    return _FEW if is_ahead or rows <= _FEW[0] else _MANY
 
 
-def _dense(x: View) -> Tensor:
-    """The layout of ``torch.empty_like``."""
-    return torch.empty_like(torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta"))
+def _has_rows(*heads: View) -> bool:
+    """Whether kernels read these: elements of a row follow each other."""
+    return all(x.strides[3] == 1 or x.shape[3] == 1 for x in heads)
 
 
-def _strides(*views: View) -> list[int]:
-    return [stride for x in views for stride in x.strides[:3]]
+def _has_tma_layout(x: View) -> bool:
+    strides = [stride * x.itemsize for stride in x.strides[:3]]
+    return x.aligned and x.strides[3] == 1 and all(0 < s < MAX_TMA_STRIDE and s % TMA_ALIGNMENT == 0 for s in strides)
 
 
-def _shared(q: View, k: View, places: View | None, scale: float, window: int) -> dict[str, object]:
-    return {
-        "FACTOR": scale * math.log2(math.e),
-        "GROUP": q.shape[1] // k.shape[1],
-        "WINDOW": window,
-        "HAS_PLACES": places is not None,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else None,
-        "BLOCK_D": max(16, triton.next_power_of_2(q.shape[3])),
-    }
+def _precision(x: View) -> str | None:
+    return "ieee" if x.dtype == torch.float32 else None
+
+
+def _slots(t: int, s: int, window: int) -> int:
+    """The most splits that one tile of queries sees; a window or a dropped key may begin in the middle of one."""
+    keys = min(s, window + t - 1) if window else s
+    return (keys + kernels.SPLIT.value - 2) // kernels.SPLIT.value + 1
+
+
+def plan_exact_attention(
+    plan: Planner, q: View, k: View, v: View, places: View | None, scale: float, window: int
+) -> list[View] | None:
+    """Two outputs, ``[B, T, Hq, D]`` and ``[B, Hq, T]``."""
+    return plan_parts(plan, q, k, v, places, scale, window)
 
 
 def plan_parts(
@@ -61,54 +74,54 @@ def plan_parts(
     window: int,
     parts: bool | None = None,
     tile: tuple[int, int] | None = None,
+    tma: bool | None = None,
 ) -> list[View] | None:
-    """As :func:`plan_exact_attention`; ``parts`` and ``tile`` (rows, warps) replace what would be chosen."""
-    reference.check_attention(q, k, v, places, window)
-    if not _fits(q, k, v) or (places is not None and not places.is_contiguous()):
+    """:func:`plan_exact_attention`; ``parts``, ``tile`` (rows, warps) and ``tma`` replace what would be chosen."""
+    reference.check_attention(q, k, v, places, scale, window)
+    (b, hq, t, d), (_, hkv, s, _) = q.shape, k.shape
+    if not (q.numel() and k.numel()) or q.dtype not in _ON_KERNELS or d > _LONGEST or not _has_rows(q, k, v):
         return None
-    (b, heads, t, d), s = q.shape, k.shape[2]
-    group = heads // k.shape[1]
-    if parts is None:
-        parts = t * group <= _FEW[0] and s > reference.SPLIT
-    pack = group if parts else 1
-    rows, warps = tile or (_MANY if t * pack > _FEW[0] and d <= 128 and q.itemsize == 2 else _FEW)
-    tiles = -(-t * pack // rows)
-    # One more: the first split may begin before the first key.
-    count = -(-s // reference.SPLIT) + 1 if parts else 1
-    out = plan.empty((b, t, heads, d), q.dtype)
-    logsumexp = plan.empty((b, heads, t), torch.float32)
-    states: list[Pointer] = [logsumexp, logsumexp, logsumexp]
+    if places is not None and not places.is_contiguous():
+        return None
+    group, heads = hq // hkv, b * hkv
+    rows, slots = t * group, _slots(t, s, window)
+    # A cache may have anything behind its last query: pointers leave that out.
+    tma = (plan.device.has_tma if tma is None else tma) and places is None and all(map(_has_tma_layout, (k, v)))
+    is_ahead = tma and plan.device.has_warpgroup_mma and q.itemsize == 2 and d <= 128
+    block_m, warps = tile or _tile(plan, rows, q, is_ahead)
+    parts = rows <= block_m and (slots > 1 if parts is None else parts)
+    out, logsumexp = plan.empty((b, t, hq, d), q.dtype), plan.empty((b, hq, t), torch.float32)
+    block_d = max(16, triton.next_power_of_2(d))
+    keys: list[Pointer] = [k, v]
+    if tma:
+        keys = [TensorMap(x, (1, 1, kernels.STEP.value, block_d)) for x in (k, v)]
+    shared = {"SCALE": scale, "GROUP": group, "D": d, "BLOCK_D": block_d, "BLOCK_M": block_m}
+    flags = {"PLACES": places is not None, "WINDOW": window > 0}
+    targets: tuple[View | None, ...] = (out, logsumexp, None)
     if parts:
-        shape = (b, heads // pack, count, t * pack)
-        states = [plan.empty(x, torch.float32) for x in (shape, shape, (*shape, d))]
-    shared = _shared(q, k, places, scale, window)
+        state = (heads, slots, rows)
+        targets = (plan.empty((*state, d), torch.float32), *(plan.empty(state, torch.float32) for _ in range(2)))
     plan.launch(
         kernels.attention_kernel,
-        b * heads // pack * tiles * count,
-        (q, k, v, q if places is None else places, out, logsumexp, *states),
-        (heads, t, s, d, tiles, count, *_strides(q, k, v)),
-        {**shared, "PACK": pack, "PARTS": parts, "BLOCK_M": rows, **_STEPS, "STAGES": _STAGES},
+        heads * (slots if parts else -(-rows // block_m)),
+        (q, *keys, places, *targets),
+        (heads, hkv, t, s, window, slots if parts else 1, *q.strides[:3], *k.strides[:3], *v.strides[:3]),
+        {**shared, "PARTS": parts, **flags, "TMA": tma, "PRECISION": _precision(q)},
         num_warps=warps,
+        num_stages=3 if is_ahead else 2,
         **OPTIONS,
     )
     if parts:
         plan.launch(
             kernels.merge_parts_kernel,
-            b * heads // pack * -(-t * pack // _MERGED_ROWS),
-            (*states, out, logsumexp),
-            (heads, t, d, count),
-            {"PACK": pack, "BLOCK_M": _MERGED_ROWS, "BLOCK_D": shared["BLOCK_D"]},
-            num_warps=4,
+            heads * rows,
+            (*targets, places, out, logsumexp),
+            (hkv, t, s, window, slots),
+            {**shared, "ROWS": 1, **flags},
+            num_warps=1,
             **OPTIONS,
         )
     return [out, logsumexp]
-
-
-def plan_exact_attention(
-    plan: Planner, q: View, k: View, v: View, places: View | None, scale: float, window: int
-) -> list[View] | None:
-    """Two outputs: ``[B, T, Hq, D]`` and the logsumexp ``[B, Hq, T]``."""
-    return plan_parts(plan, q, k, v, places, scale, window)
 
 
 exact_attention = launcher(plan_exact_attention, reference.exact_attention)
@@ -126,45 +139,56 @@ def plan_exact_attention_backward(
     scale: float,
     window: int,
 ) -> list[View] | None:
-    """Three outputs, in the layouts of ``q``, ``k`` and ``v``: the gradients of ``q``, ``k`` and ``v``."""
-    reference.check_attention(q, k, v, places, window)
-    given = [x for x in (grad, out, logsumexp, places) if x is not None]
-    if not _fits(q, k, v) or not all(x.is_contiguous() for x in given):
+    """Three outputs, in the layouts of ``q``, ``k`` and ``v``."""
+    reference.check_attention(q, k, v, places, scale, window)
+    (b, hq, t, d), (_, hkv, s, _) = q.shape, k.shape
+    if not (q.numel() and k.numel()) or q.dtype not in _ON_KERNELS or d > _LONGEST:
         return None
-    (b, heads, t, d), (_, of_heads, s, _) = q.shape, k.shape
-    dots = plan.empty((b, heads, t), torch.float32)
-    of_q, of_k, of_v = (plan.like(_dense(x)) for x in (q, k, v))
-    shared = _shared(q, k, places, scale, window)
-    block = 64 if d <= 128 and q.itemsize == 2 else 32
-    rows = b * t * heads
-    of_d = {"BLOCK_D": shared["BLOCK_D"]}
+    contiguous = [x for x in (out, logsumexp, places) if x is not None]
+    if not (_has_rows(grad, q, k, v) and all(x.is_contiguous() for x in contiguous)):
+        return None
+    of_q, of_k, of_v = (plan.like(torch.empty_like(_layout(x))) for x in (q, k, v))
+    delta = plan.empty((b, hq, t), torch.float32)
+    block_d, heads, group = max(16, triton.next_power_of_2(d)), b * hkv, hq // hkv
     plan.launch(
-        backward_kernels.row_dots_kernel, -(-rows // 16), (grad, out, dots), (rows, heads, t, d),
-        {"BLOCK_M": 16, **of_d}, num_warps=4,
-    )  # fmt: skip
-    pointers = (q, k, v, q if places is None else places, grad, logsumexp, dots)
-    constants = {"SCALE": scale, **shared, "BLOCK": block, "STAGES": 2}
-    order = ("SCALE", "FACTOR", "GROUP", "WINDOW", "HAS_PLACES", "PRECISION", "BLOCK", "BLOCK_D", "STAGES")
-    ordered = {name: constants[name] for name in order}
-    tiles = -(-t // block)
-    plan.launch(
-        backward_kernels.query_gradient_kernel,
-        b * heads * tiles,
-        (*pointers, of_q),
-        (heads, t, s, d, tiles, *_strides(q, k, v, of_q)),
-        ordered,
+        backward_kernels.attention_delta_kernel,
+        -(-b * t * hq // _DELTA_ROWS),
+        (grad, out, delta),
+        (t, hq, b * t * hq, *grad.strides[:3]),
+        {"D": d, "BLOCK_D": block_d, "ROWS": _DELTA_ROWS},
         num_warps=4,
     )
-    tiles = -(-s // block)
+    is_wide = q.dtype == torch.float32
+    block = 32 if is_wide else 64
+    constants = {
+        "SCALE": scale, "GROUP": group, "D": d, "BLOCK_D": block_d, "BLOCK_M": block, "BLOCK_N": block,
+        "PLACES": places is not None, "WINDOW": window > 0, "PRECISION": _precision(q),
+    }  # fmt: skip
+    options = {"num_warps": 8 if d > 64 else 4, "num_stages": 1 if is_wide or d > 128 else 2}
+    sizes = (heads, hkv, t, s, window)
+    strides = [stride for x in (grad, q, k, v) for stride in x.strides[:3]]
+    tensors = (grad, q, k, v, logsumexp, delta, places)
     plan.launch(
-        backward_kernels.key_gradients_kernel,
-        b * of_heads * tiles,
-        (*pointers, of_k, of_v),
-        (heads, t, s, d, tiles, *_strides(q, k, v, of_k, of_v)),
-        ordered,
-        num_warps=4,
+        backward_kernels.attention_query_grad_kernel,
+        heads * -(-t * group // block),
+        (*tensors, of_q),
+        (*sizes, *strides, *of_q.strides[:3]),
+        constants,
+        **options,
+    )
+    plan.launch(
+        backward_kernels.attention_key_grad_kernel,
+        heads * -(-s // block),
+        (*tensors, of_k, of_v),
+        (*sizes, *strides, *of_k.strides[:3], *of_v.strides[:3]),
+        constants,
+        **options,
     )
     return [of_q, of_k, of_v]
+
+
+def _layout(x: View) -> Tensor:
+    return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
 
 
 def _by_cudnn(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import triton
-from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.kernels.exact import rows as kernels
 from tritonfp8.launch.launcher import launcher
-from tritonfp8.launch.plan import ALIGNMENT, Planner, View
+from tritonfp8.launch.plan import Planner, View
 
 # A product and a sum are one FMA where a kernel says so, and nowhere else: a compiler could choose by the shape.
 OPTIONS = {"enable_fp_fusion": False}
@@ -27,33 +23,14 @@ def _rows(x: View) -> View | None:
     return folded if folded is not None and folded.strides[1] == 1 and x.dtype in _ON_KERNELS else None
 
 
-def _ordered_rows(x: View) -> View | None:
-    """:func:`_rows`, if it lies as contiguous rows do: Triton's layouts, and so its sums, follow alignment."""
-    rows = _rows(x)
-    if rows is None or (rows.strides[0] % ALIGNMENT == 0) != (x.shape[-1] % ALIGNMENT == 0):
-        return None
-    return rows if (x.aligned and x.offset % ALIGNMENT == 0) or x.shape[-1] % ALIGNMENT else None
-
-
-def _in_order(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a launcher does without a plan: copy rows that lie otherwise. None for rows that no kernel reads."""
-
-    def otherwise(x: Tensor, *args: Any) -> Any:
-        if x.dtype not in _ON_KERNELS or not x.numel() or _ordered_rows(View.of(x)) is not None:
-            return None
-        return function()(x.clone(memory_format=torch.contiguous_format), *args)
-
-    return otherwise
-
-
 def _warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
+    return min(max(block // 512, 1), 32)
 
 
 def plan_rms_norm(plan: Planner, x: View, weight: View, eps: float, unit_offset: bool) -> list[View] | None:
     """Two outputs: like ``x``, and ``[rows]``."""
     reference.check_norm(x.shape, weight.shape)
-    rows = _ordered_rows(x)
+    rows = _rows(x)
     if not x.numel() or rows is None or not weight.is_contiguous() or x.shape[-1] > _LONGEST_NORM:
         return None
     count, n = rows.shape
@@ -108,7 +85,7 @@ def plan_rms_norm_backward(
 def plan_row_logsumexp(plan: Planner, x: View, temperature: float) -> list[View] | None:
     """One output, the shape of ``x`` without its last dim."""
     reference.check_temperature(temperature)
-    rows = _ordered_rows(x)
+    rows = _rows(x)
     if not x.numel() or rows is None:
         return None
     count, n = rows.shape
@@ -163,10 +140,8 @@ def _plan_gates(plan: Planner, kernel: object, sides: list[View | None], outs: l
     )
 
 
-rms_norm: Callable[..., Any] = launcher(plan_rms_norm, reference.rms_norm, _in_order(lambda: rms_norm))
+rms_norm = launcher(plan_rms_norm, reference.rms_norm)
 rms_norm_backward = launcher(plan_rms_norm_backward, reference.rms_norm_backward)
-row_logsumexp: Callable[..., Any] = launcher(
-    plan_row_logsumexp, reference.row_logsumexp, _in_order(lambda: row_logsumexp)
-)
+row_logsumexp = launcher(plan_row_logsumexp, reference.row_logsumexp)
 gated = launcher(plan_gated, reference.gated)
 gated_backward = launcher(plan_gated_backward, reference.gated_backward)

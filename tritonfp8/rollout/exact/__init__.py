@@ -9,7 +9,7 @@ coverage    why_inexact: what is not covered
 make        make_exact: changes a model in place
 """
 
-from tritonfp8.rollout.exact.attention import PAGED_NAME
+from tritonfp8.rollout.exact.attention import PAGED_NAME, checked_masks
 from tritonfp8.rollout.exact.coverage import why_inexact
 from tritonfp8.rollout.exact.functions import row_logsumexp
 from tritonfp8.rollout.exact.make import EXACT_OPTIONS, is_exact, make_exact

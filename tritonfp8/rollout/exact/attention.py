@@ -6,7 +6,8 @@ four dims as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -119,25 +120,44 @@ def places_of_tokens(
     if attention_mask is not None:
         seen = attention_mask.to(device=device, dtype=torch.bool)
         first = (seen.cumsum(-1) == 0).sum(-1)
-        # A token whose predecessor is hidden, behind the first token.
-        holes = (seen[:, 1:] & ~seen[:, :-1] & (seen.cumsum(-1)[:, :-1] > 0)).any()
-        if _is_known(holes):
-            has_holes, is_padded = torch.stack([holes, (first > 0).any()]).tolist()
-            if has_holes:
-                raise ValueError(
-                    "exact attention takes padding on the left, and on the right only behind the last token that is "
-                    "generated; got a mask with padding between tokens: pad prompts on the left"
-                )
-            last = last and not is_padded
-        else:
-            assert_later(~holes, "exact attention takes no padding between tokens")
-            last = False
+        # To read what is known would wait for the GPU at each token.
+        last = not (q_length == 1 and _are_checked) and not _is_padded(seen, first) and last
     if last:
         return None
     # Not by as_tensor: a copy of a number to a GPU waits for it.
     query = torch.full_like(first, q_offset) if isinstance(q_offset, int) else q_offset.to(first).expand(batch_size)
     places = torch.stack([first, query], -1) - kv_offset
     return places.to(torch.int32).view(batch_size, 1, 1, 2)
+
+
+def _is_padded(seen: Tensor, first: Tensor) -> bool:
+    """Whether a token is hidden; True if that cannot be read now. Raises ValueError for padding between tokens."""
+    # A token whose predecessor is hidden, behind the first token.
+    holes = (seen[:, 1:] & ~seen[:, :-1] & (seen.cumsum(-1)[:, :-1] > 0)).any()
+    if not _is_known(holes):
+        assert_later(~holes, "exact attention takes no padding between tokens")
+        return True
+    has_holes, is_padded = torch.stack([holes, (first > 0).any()]).tolist()
+    if has_holes:
+        raise ValueError(
+            "exact attention takes padding on the left, and on the right only behind the last token that is "
+            "generated; got a mask with padding between tokens: pad prompts on the left"
+        )
+    return bool(is_padded)
+
+
+_are_checked = False
+
+
+@contextmanager
+def checked_masks() -> Iterator[None]:
+    """Masks of single tokens are not read inside: the caller knows that prompts are padded on the left."""
+    global _are_checked
+    before, _are_checked = _are_checked, True
+    try:
+        yield
+    finally:
+        _are_checked = before
 
 
 _PATTERN = (

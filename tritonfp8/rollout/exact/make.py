@@ -17,7 +17,7 @@ from tritonfp8.rollout.exact.paged import exact_paged_attention
 
 M = TypeVar("M", bound=nn.Module)
 # A compiler's fusions otherwise keep values in float32 that single operations round to bfloat16.
-EXACT_OPTIONS = {"triton.cudagraphs": True, "emulate_precision_casts": True}
+EXACT_OPTIONS = {"emulate_precision_casts": True}
 
 
 def make_exact(model: M) -> M:
