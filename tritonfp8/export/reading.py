@@ -239,7 +239,11 @@ def _fill_all(prepared: Iterable[_Prepared]) -> tuple[dict[str, LoadedLayer], di
             copied[job.name_in_model] = source
         elif isinstance(source, Quantized):
             assert job.row is not None
-            layers[job.layer] = loaded(job.owner, _shown_format(job.row), weight, source)
+            shown = _shown_format(job.row)
+            if x.ndim == 3:
+                layers[job.layer] = loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
+            else:
+                layers[job.layer] = loaded(job.owner, shown, weight, source)
         elif formats := {_shown_format(job.row) for job in jobs if job.row is not None}:
             shown = f"{' and '.join(sorted(formats))}, of each expert"
             layers[job.place.name] = loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)

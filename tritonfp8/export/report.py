@@ -145,6 +145,33 @@ def _loaded_layer(
     return LoadedLayer(loaded_as, ROUNDED, sqnr(new, values))
 
 
+def loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:
+    """What the recipe of a layer makes of its new weight."""
+    if not is_converted(owner) or owner.recipe.output.rhs is None:
+        return LoadedLayer(shown, None)
+    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
+    found = _loaded_layer(shown, again, read, dequantize(read, torch.float32), True)
+    return _with_rounded(found, owner, weight)
+
+
+def loaded_experts(
+    owner: Any, shown: str, weight: Tensor, read: StoredMatrices | Quantized | str | None, values: Tensor, exact: bool
+) -> LoadedLayer:
+    """As :func:`loaded`; ``values`` were read, in the dtype of the parameter."""
+    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
+    if spec is None or weight.dtype not in DTYPES:
+        return LoadedLayer(shown, None)
+    again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec, owner.is_transposed)
+    return _with_rounded(_loaded_layer(shown, again, read, values, exact), owner, weight)
+
+
+def _with_rounded(found: LoadedLayer, owner: Any, weight: Tensor) -> LoadedLayer:
+    """With the rows that a recipe with a scale a row rounds when it reads codes of fewer bits."""
+    if not isinstance(weight, StoredWeight) or owner.recipe.output.rhs != EXPANDED:
+        return found
+    return dataclasses.replace(found, rows_rounded=weight.rows_rounded())
+
+
 def _both(x: Quantized | StoredMatrices) -> tuple[Tensor, Tensor]:
     return (x.qdata, x.scale) if isinstance(x, Quantized) else x._both()
 
@@ -154,35 +181,6 @@ def _are_equal(codes: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> b
     (qdata, scale), (other_qdata, other_scale) = codes, others
     is_same_scale = torch.equal(scale.float(), other_scale.float())
     return is_same_scale and torch.equal(qdata.view(torch.uint8), other_qdata.view(torch.uint8))
-
-
-def loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:
-    """What the recipe of a layer makes of its new weight."""
-    is_stored = isinstance(weight, StoredWeight)
-    if not (is_converted(owner) or is_stored) or owner.recipe.output.rhs is None:
-        return LoadedLayer(shown, None)
-    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
-    found = _loaded_layer(shown, again, read, dequantize(read, torch.float32), True)
-    return _with_rounded(found, owner, weight)
-
-
-def _with_rounded(found: LoadedLayer, owner: Any, weight: Tensor) -> LoadedLayer:
-    """With the rows that a recipe with a scale a row rounds when it reads codes of fewer bits."""
-    reads_rows = isinstance(weight, StoredWeight) and owner.recipe.output.rhs == EXPANDED
-    if not reads_rows:
-        return found
-    return dataclasses.replace(found, rows_rounded=weight.rows_rounded())  # type: ignore[attr-defined]
-
-
-def loaded_experts(
-    owner: Any, shown: str, weight: Tensor, read: StoredMatrices | str | None, values: Tensor, is_exact: bool
-) -> LoadedLayer:
-    """As :func:`loaded`; ``values`` were read, in the dtype of the parameter."""
-    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
-    if spec is None or weight.dtype not in DTYPES:
-        return LoadedLayer(shown, None)
-    again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec)
-    return _with_rounded(_loaded_layer(shown, again, read, values, is_exact), owner, weight)
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,28 @@ def test_experts_keep_the_codes_of_the_file(tmp_path, caplog, recipe, train):
     assert_bitwise_equal(*found)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "mode", "again"),
+    [
+        ("rowwise", "training", "values kept"), ("rowwise", "inference", "values kept"),
+        ("mxfp8", "training", "values kept"), ("mxfp8", "inference", "values kept"),
+        # Stored, its scales are powers of two.
+        ("tensorwise", "training", "rounded again"), ("tensorwise", "inference", "values kept"),
+        ("bf16", "training", None),
+    ],
+)  # fmt: skip
+def test_a_model_in_memory_takes_the_values(tmp_path, recipe, mode, again):
+    folder, model = gpt_oss(tmp_path / "it"), mixture_of("gpt_oss", torch.bfloat16)
+    tritonfp8.convert(model, recipe, mode=mode)
+    report = tritonfp8.export.load(model, folder)
+    assert {layer.again for layer in report.layers.values()} == {again}
+    assert not any(getattr(p, "spec", None) == SPEC for p in model.parameters())
+    plain = mixture_of("gpt_oss", torch.bfloat16)
+    tritonfp8.export.load(plain, folder)
+    wanted = {name: x for name, x in values_of(plain).items() if ".experts." in name}
+    assert_bitwise_equal({name: values_of(model)[name] for name in wanted}, wanted)
+
+
 @pytest.mark.parametrize(("kind", "sizes"), [("qwen3", RAGGED), ("moe", EXPERTS)])
 def test_layers_keep_the_codes_of_the_file(tmp_path, kind, sizes):
     folder, _ = compressed(tmp_path, kind, sizes)
