@@ -62,10 +62,10 @@ ROOM_LINES = {
     "tuning": 1535,  # tiles of transposes that are made from codes
     "launch": 4830,  # transposes that are made from codes, also of several weights and of groups; chains; MXFP4
     "ops": 1860,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
-    "layers": 6785,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled
+    "layers": 6830,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled; MXFP4
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
-    "export": 2800,  # load_tensors, the headers of a stream, and its check; what rounding again costs, in dB
+    "export": 2900,  # MXFP4; load_tensors, the headers of a stream, and its check; what rounding again costs, in dB
     "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
@@ -82,7 +82,7 @@ ROOM_LINES = {
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
 # MXFP4; codes in each mode; health; advice; diffusion; weights for engines; generators; chains; exact models
-TEST_LINES = 55_000
+TEST_LINES = 55_300
 
 
 def room_violations(modules, limits=None):

@@ -127,7 +127,7 @@ def test_tensors_that_do_not_fit(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method .* must be one of 'fp8', 'compressed-tensors'; got 'gptq'"),
+        ({"quant_method": "gptq"}, "quant_method .* must be one of 'fp8', 'compressed-tensors', 'mxfp4'; got 'gptq'"),
         ({"quant_method": None}, "quant_method of the quantization config must be one of"),
         ({"quant_method": ["fp8"]}, "quant_method of the quantization config must be one of"),
         ({"fmt": "e5m2"}, "fmt of the quantization config must be one of 'e4m3'; got 'e5m2'"),
@@ -146,7 +146,7 @@ def test_fine_grained_configs_that_are_not_known(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("num_bits", 4, "num_bits of the weights of group_0 must be one of 8; got 4"),
+        ("num_bits", 3, "num_bits of the weights of group_0 must be one of 8, 4; got 3"),
         ("type", "int", "type of the weights of group_0 must be one of 'float'; got 'int'"),
         ("type", None, "type of the weights of group_0 must be one of 'float'"),
         ("symmetric", False, "symmetric of the weights of group_0 must be one of True; got False"),

@@ -40,6 +40,8 @@ class CheckpointFormat:
         matches_parts: whether engines take the names of modules in high precision for beginnings and ends of names.
         arguments: what else the config has about the codes.
         note_on_experts: which engine does not read experts in this format; empty if none is known.
+        codes_end: how the name of the codes ends, in place of ``weight`` or behind the name of a weight of experts.
+        is_blocked: whether the last dim of codes is the bytes of a block, and the dim before it the blocks.
     """
 
     name: str
@@ -52,6 +54,8 @@ class CheckpointFormat:
     matches_parts: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
     note_on_experts: str = ""
+    codes_end: str = "weight"
+    is_blocked: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,6 +67,14 @@ class CheckpointFormat:
         """Dtype of the scale in a file: float32, or uint8 for an exponent biased by 127."""
         scales = SCALE_FORMATS[self.spec.scale_format]
         return torch.uint8 if scales.exponent_only else scales.dtype
+
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the codes in a file, for a weight of ``shape``."""
+        codes = self.spec.qdata_shape(shape)
+        if not self.is_blocked:
+            return codes
+        width = self.spec.qdata_shape(self.spec.block)[1]
+        return (*codes[:-1], codes[-1] // width, width)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the scale in a file, for a weight of ``shape``: ``[1]`` for one scale, else the grid of blocks."""
@@ -110,9 +122,13 @@ class CheckpointFormat:
 
 
 READ_SCALES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"fp8": ("weight_scale_inv", "weight_scale", "scale"), "compressed-tensors": ("weight_scale",)}
+    {
+        "fp8": ("weight_scale_inv", "weight_scale", "scale"),
+        "compressed-tensors": ("weight_scale",),
+        "mxfp4": ("_scales",),
+    }
 )
-"""The last part of the name of a scale, by quant_method: DeepSeek-V3 and transformers, AutoFP8, DeepSeek-V4."""
+"""The end of the name of a scale, by quant_method: DeepSeek-V3 and transformers, AutoFP8, DeepSeek-V4; gpt-oss."""
 
 
 def _compressed(
@@ -161,6 +177,18 @@ _ROWS = (
 
 CHECKPOINT_FORMATS: Mapping[str, CheckpointFormat] = MappingProxyType({row.name: row for row in _ROWS})
 """Checkpoint formats by name."""
+
+_MXFP4 = QuantSpec("e2m1", BLOCK_1X32, "e8m0", "floor")
+_READ_ROWS = (
+    replace(
+        _compressed("compressed_mxfp4", _MXFP4, _MX, _MX, multiples=(1, BLOCK_1X32[1])),
+        codes_end="weight_packed",
+    ),
+    # gpt-oss: the weights of experts [E, N, K] as X_blocks [E, N, K/32, 16] and X_scales [E, N, K/32].
+    CheckpointFormat("mxfp4", "mxfp4", _MXFP4, "_scales", (1, BLOCK_1X32[1]), codes_end="_blocks", is_blocked=True),
+)
+READ_FORMATS: Mapping[str, CheckpointFormat] = MappingProxyType({row.name: row for row in _READ_ROWS})
+"""Checkpoint formats that are read and not written, by name: two codes of 4 bits a byte."""
 
 
 def checkpoint_format(name: object, scale_rounding: str, scale_fmt: str | None) -> CheckpointFormat:

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, UE8M0, CheckpointFormat
+from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, READ_FORMATS, UE8M0, CheckpointFormat
 from tritonfp8.export.files import find_config
 from tritonfp8.specs import BLOCKS, TENSORWISE, QuantSpec
 from tritonfp8.specs.checks import require, shown
+from tritonfp8.specs.formats import FORMATS
 
 # By key the default of compressed-tensors, and what is read here.
-_CODES = (("num_bits", 8, 8), ("type", "int", "float"), ("symmetric", True, True), ("dynamic", False, False))
+_CODES = (("type", "int", "float"), ("symmetric", True, True), ("dynamic", False, False))
 # What transformers calls scales that are no powers of two.
 FLOAT = "float"
 # Layouts that are not read here: what they are, and what reads them.
@@ -45,7 +46,7 @@ def groups(config: Mapping[str, Any]) -> list[FormatGroup]:
 
     Raises:
         ValueError: an unknown ``quant_method``, or another kind of codes or scales than a row of
-            :data:`CHECKPOINT_FORMATS` has.
+            :data:`CHECKPOINT_FORMATS` or :data:`READ_FORMATS` has.
     """
     method = config.get("quant_method")
     if isinstance(method, str) and method in _ELSEWHERE:
@@ -119,17 +120,27 @@ def _compressed(config: Mapping[str, Any]) -> list[FormatGroup]:
     return found
 
 
+def _experts(config: Mapping[str, Any]) -> list[FormatGroup]:
+    _names("modules_to_not_convert", config.get("modules_to_not_convert") or [])
+    return [FormatGroup(("re:.*",), READ_FORMATS["mxfp4"])]
+
+
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], list[FormatGroup]]] = {
     "fp8": _fine_grained,
     "compressed-tensors": _compressed,
+    "mxfp4": _experts,
 }
 
 
 def _compressed_row(group: str, weights: object) -> CheckpointFormat:
     if not isinstance(weights, dict):
         raise ValueError(f"weights of {group} must be a JSON object; got {shown(weights)}")
+    bits = weights.get("num_bits", 8)
+    require(f"num_bits of the weights of {group}", bits, (8, 4))
     rows = {
-        row.arguments["weights"]["strategy"]: row for row in CHECKPOINT_FORMATS.values() if "weights" in row.arguments
+        row.arguments["weights"]["strategy"]: row
+        for row in (*CHECKPOINT_FORMATS.values(), *READ_FORMATS.values())
+        if "weights" in row.arguments and FORMATS[row.spec.format].codes_a_byte * bits == 8
     }
     for key, default, needed in _CODES:
         require(f"{key} of the weights of {group}", weights.get(key, default), (needed,))

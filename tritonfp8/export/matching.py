@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, READ_SCALES, CheckpointFormat
+from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, READ_FORMATS, READ_SCALES, CheckpointFormat
 from tritonfp8.export.configs import FormatGroup, row_of
 from tritonfp8.export.experts import Part, all_parts
 from tritonfp8.export.files import Stored
@@ -25,6 +25,8 @@ from tritonfp8.specs.naming import listed
 
 # What a scale of codes is called begins so. Other scales beside a weight are of activations and caches.
 _OF_WEIGHTS = ("weight", "scale", "qscale_weight")
+# How the names of codes end of which a byte holds several.
+_PACKED = tuple(row.codes_end for row in READ_FORMATS.values())
 CODES = frozenset(row.dtype for row in CHECKPOINT_FORMATS.values())
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,14 +63,23 @@ class Placed(NamedTuple):
     @property
     def _owner(self) -> Owner:
         owners = self.place.owners
-        named = [owner for owner in owners if owner.written == self.name]
-        named += [owner for owner in owners if owner.name == self.name]
+        names = self.name, _name_of_weight(self.name)
+        named = [owner for owner in owners if owner.written in names]
+        named += [owner for owner in owners if owner.name in names]
         return owners[0] if self.part else named[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the tensor must have."""
-        return self.part.shape if self.part else tuple(self.place.tensor.shape)
+        """The shape of its values; of codes in their order."""
+        if self.part:
+            return self.part.shape
+        shape = tuple(self.place.tensor.shape)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.row is not None and self.is_transposed else shape
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the place is a weight of experts that lies transposed, so that codes have another order."""
+        return self.place.tensor.ndim == 3 and bool(getattr(self.owner, "is_transposed", False))
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -110,11 +121,12 @@ def match(
     """
     found_places = list(model_places)
     of_name = _by_name(found_places, stored)
-    parts = all_parts(
+    found_parts = all_parts(
         place
         for place in found_places
-        if not any(owner.name in stored or owner.written in stored for owner in place.owners)
+        if not any(_stored_name(name, stored) for owner in place.owners for name in (owner.name, owner.written))
     )
+    parts = {_stored_name(name, stored) or name: part for name, part in found_parts.items()}
     jobs, unused = _jobs(stored, of_name, parts, found)
     ignored = [name for name in unused if matches(name, patterns)]
     _check_ignored(ignored, jobs)
@@ -140,10 +152,24 @@ def match(
 def _by_name(model_places: Iterable[Place], stored: Mapping[str, Stored]) -> dict[str, Place]:
     """The places by their names in the checkpoint, which may be the model's names: transformers reads these, too."""
     return {
-        owner.written if owner.written in stored or owner.name not in stored else owner.name: place
+        _stored_name(owner.written, stored) or _stored_name(owner.name, stored) or owner.written: place
         for place in model_places
         for owner in place.owners
     }
+
+
+def _stored_name(name: str, stored: Collection[str]) -> str | None:
+    """The name that a checkpoint has for a tensor, which is another one where a byte holds several codes, or None."""
+    names = [name, *(_beside(name, end) if end.startswith("weight") else name + end for end in _PACKED)]
+    return next((each for each in names if each in stored), None)
+
+
+def _name_of_weight(name: str) -> str:
+    """The inverse of :func:`_stored_name`: the name of a weight, by the name of its codes."""
+    end = next((end for end in _PACKED if name.endswith(end)), None)
+    if end is None:
+        return name
+    return name.removesuffix(end) + ("weight" if end.startswith("weight") else "")
 
 
 def patterns_of(ignore: object) -> tuple[str, ...]:
@@ -156,7 +182,7 @@ def patterns_of(ignore: object) -> tuple[str, ...]:
 
 
 def _without_weight(name: str) -> str:
-    return name.removesuffix("weight").removesuffix(".")
+    return _name_of_weight(name).removesuffix("weight").removesuffix(".")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -166,7 +192,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def _beside(weight: str, key: str) -> str:
     """The name of a tensor beside a weight."""
-    return weight.removesuffix("weight") + key
+    return _name_of_weight(weight).removesuffix("weight") + key
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -181,7 +207,7 @@ def _scale_of(weight: str, row: CheckpointFormat, others: Collection[str]) -> st
     Raises:
         ValueError: they have none, or several.
     """
-    names = [_beside(weight, key) for key in READ_SCALES[row.method]] if weight.endswith("weight") else []
+    names = [_beside(weight, key) for key in READ_SCALES[row.method]] if weight.endswith(row.codes_end) else []
     found = [name for name in names if name in others]
     if len(found) == 1:
         return found[0]
@@ -219,7 +245,8 @@ def _jobs(
             continue
         used.add(name)
         job = Placed(name, header, place, part=part)
-        if header.dtype not in CODES:
+        is_packed = header.dtype is torch.uint8 and _name_of_weight(name) != name
+        if header.dtype not in CODES and not is_packed:
             jobs.append(job)
             continue
         row = row_of(found, (_without_weight(name), job.layer), job.classes)
@@ -263,8 +290,14 @@ def _check_left(left: Iterable[Place]) -> None:
 
 def _check_job(job: Placed, stored: Mapping[str, Stored]) -> None:
     target, header = job.place.tensor, job.stored
-    if job.shape != header.shape:
-        raise ValueError(f"{job.name} must have shape {job.shape}, as in the model; got {header.shape}")
+    if job.row is not None and header.dtype != job.row.dtype:
+        raise ValueError(
+            f"{job.name} must have {job.row.dtype} codes, as the config says; got {header.dtype}. The config and the "
+            "tensors are of different checkpoints"
+        )
+    expected = job.shape if job.row is None else job.row.codes_shape(job.shape)
+    if expected != header.shape:
+        raise ValueError(f"{job.name} must have shape {expected}, as in the model; got {header.shape}")
     if job.row is None:
         same_kind = target.dtype.is_floating_point and header.dtype in (*HIGH_PRECISION_DTYPES, torch.float64)
         if header.dtype != target.dtype and not same_kind:
@@ -272,14 +305,15 @@ def _check_job(job: Placed, stored: Mapping[str, Stored]) -> None:
         return
     if target.dtype not in HIGH_PRECISION_DTYPES:
         raise ValueError(f"{job.name} is dequantized into bfloat16, float16 or float32; the model has {target.dtype}")
-    if job.part is None and not isinstance(job.owner, nn.Linear | nn.Embedding):
+    is_experts = job.row.is_blocked and len(job.shape) == 3
+    if job.part is None and not is_experts and not isinstance(job.owner, nn.Linear | nn.Embedding):
         raise ValueError(
             f"{job.name} has {header.dtype} codes, which are read for nn.Linear and nn.Embedding; the model has a "
             f"{type(job.owner).__name__}"
         )
-    if len(header.shape) != 2:
+    if len(job.shape) != 2 and not is_experts:
         raise ValueError(f"{job.name} has {header.dtype} codes and must be a matrix [N, K]; got {header.shape}")
-    _check_scale(job.name, str(job.scale), header.shape, stored[str(job.scale)], job.row)
+    _check_scale(job.name, str(job.scale), job.shape, stored[str(job.scale)], job.row)
 
 
 def _check_scale(name: str, scale: str, shape: tuple[int, ...], header: Stored, row: CheckpointFormat) -> None:

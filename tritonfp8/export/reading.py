@@ -31,10 +31,9 @@ from tritonfp8.export.files import (
 )
 from tritonfp8.export.matching import Match, Placed, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
-from tritonfp8.export.report import LoadedLayer, LoadReport, loaded_layer
-from tritonfp8.functional import dequantize, quantize
-from tritonfp8.layers.linear import is_converted, require_module
-from tritonfp8.layers.moe import is_converted_experts
+from tritonfp8.export.report import LoadedLayer, LoadReport, loaded, loaded_experts
+from tritonfp8.functional import dequantize
+from tritonfp8.layers.linear import require_module
 from tritonfp8.layers.stored import (
     DTYPES,
     StoredMatrices,
@@ -44,7 +43,7 @@ from tritonfp8.layers.stored import (
     replacing,
     stored_part,
 )
-from tritonfp8.specs import BLOCKS, QuantSpec, scale_shape
+from tritonfp8.specs import BLOCKS, QuantSpec, expands_to, scale_shape
 from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.specs.naming import listed
@@ -61,10 +60,12 @@ def load(
     """Read a checkpoint in 8 bits into a model, in place; weights are dequantized.
 
     Reads what :func:`save` writes, and checkpoints of DeepSeek, transformers, llm-compressor and compressed-tensors in
-    the formats of :func:`plan`: safetensors files beside ``config.json``. Codes with a scale are dequantized as
-    ``float32(code) * float32(scale)``, rounded once to the dtype of the parameter. Scales that are powers of two lose
-    nothing in bfloat16, but for magnitudes below 2^-133. Whether a layer is in 8 bits is what its tensors say; the
-    config says in which blocks. Of sharded models every rank reads whole tensors, one at a time, and keeps its part.
+    the formats of :func:`plan`, and in MXFP4 (gpt-oss; ``mxfp4-pack-quantized``): safetensors files beside
+    ``config.json``. Codes with a scale are dequantized as ``float32(code) * float32(scale)``, rounded once to the dtype
+    of the parameter. Scales that are powers of two lose nothing in bfloat16, but for magnitudes below 2^-133. Whether a
+    layer is in 8 bits is what its tensors say; the config says in which blocks. Of sharded models every rank reads
+    whole tensors, one at a time, and keeps its part. Stored weights on the meta device take the codes of MXFP4, if
+    their recipe reads these; others take the values.
 
     Args:
         model: converted or not. Parameters stay the same objects, except on the meta device, where they are replaced
@@ -184,7 +185,7 @@ def _scale(job: Placed, read: Read) -> Tensor:
     """The scale of a job, in the dtype and shape of its spec."""
     assert job.scale is not None
     assert job.row is not None
-    x = read(job.scale).reshape(scale_shape(job.stored.shape, job.row.spec.block))
+    x = read(job.scale).reshape(job.row.spec.scale_shape(job.shape))
     scales = SCALE_FORMATS[job.row.spec.scale_format]
     return x.view(scales.dtype) if scales.exponent_only else x.to(scales.dtype)
 
@@ -238,10 +239,14 @@ def _fill_all(prepared: Iterable[_Prepared]) -> tuple[dict[str, LoadedLayer], di
             copied[job.name_in_model] = source
         elif isinstance(source, Quantized):
             assert job.row is not None
-            layers[job.layer] = _loaded(job.owner, _shown_format(job.row), weight, source)
+            shown = _shown_format(job.row)
+            if x.ndim == 3:
+                layers[job.layer] = loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
+            else:
+                layers[job.layer] = loaded(job.owner, shown, weight, source)
         elif formats := {_shown_format(job.row) for job in jobs if job.row is not None}:
             shown = f"{' and '.join(sorted(formats))}, of each expert"
-            layers[job.place.name] = _loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
+            layers[job.place.name] = loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
         else:
             copied[job.place.name] = "copied, of each expert"
     return layers, copied
@@ -271,8 +276,10 @@ def _values(job: Placed, read: Read, device: torch.device) -> tuple[Tensor, Quan
         finite = x.isfinite().equal(values.isfinite())
         made_from: Quantized | str = shown
     else:
+        x = x.reshape(job.row.spec.qdata_shape(job.shape))
         made_from = Quantized(x, _scale(job, read).to(to), job.row.spec)
         values = dequantize(made_from, target.dtype)
+        values = values.mT if job.is_transposed else values
         finite = bool(values.isfinite().all())
     _check_finite(job, finite)
     return values, made_from
@@ -289,16 +296,23 @@ def _kept(target: Tensor, made_from: Quantized | str, x: Tensor) -> Tensor:
     part = stored_part(target)
     if part is None or not isinstance(made_from, Quantized):
         return x
-    if _are_kept(made_from.scale, made_from.spec, part.spec):
+    if (spec := _kept_spec(made_from.scale, made_from.spec, target)) is not None:
         is_transposed = isinstance(part, StoredWeight) and part.is_transposed
-        return StoredWeight(made_from.qdata, made_from.scale, part.spec, target.dtype, is_transposed)
+        kind = StoredMatrices if x.ndim == 3 else StoredWeight
+        return kind(made_from.qdata, made_from.scale, spec, target.dtype, is_transposed)
     return x
 
 
-def _are_kept(scale: Tensor, spec: QuantSpec, stored: QuantSpec) -> bool:
-    """Whether codes of ``spec`` can be the codes of a weight that is stored by another spec."""
+def _kept_spec(scale: Tensor, spec: QuantSpec, target: Tensor) -> QuantSpec | None:
+    """By which spec a stored weight has codes of ``spec``; None if it cannot have them."""
+    part = stored_part(target)
     # Scales that are no powers of two would make the values inexact. The config does not always say what they are.
-    return _are_powers(scale) and replace(spec, scale_rounding=stored.scale_rounding) == stored
+    if part is None or not _are_powers(scale):
+        return None
+    if target.is_meta and expands_to(spec, part.spec):
+        # Nobody has these codes yet, and the recipe reads fewer bits as well.
+        return spec
+    return part.spec if replace(spec, scale_rounding=part.spec.scale_rounding) == part.spec else None
 
 
 def _are_powers(scale: Tensor) -> bool:
@@ -308,11 +322,11 @@ def _are_powers(scale: Tensor) -> bool:
 def _prepared_stack(jobs: list[Placed], read: Read, device: torch.device) -> _Prepared:
     """A weight of experts from the matrices of all experts: in codes, unless a block would have rows of two."""
     target = jobs[0].place.tensor
-    made, part = _stacked_codes(jobs, read, device), stored_part(target)
+    made = _stacked_codes(jobs, read, device)
     if made is None:
         x, is_exact = _stacked_values(jobs, read, device)
-    elif part is not None and _are_kept(made._scale, made.spec, part.spec):
-        x, is_exact = StoredMatrices(made._qdata, made._scale, part.spec, target.dtype), True
+    elif (spec := _kept_spec(made._scale, made.spec, target)) is not None:
+        x, is_exact = StoredMatrices(made._qdata, made._scale, spec, target.dtype), True
     else:
         x, is_exact = made.dequantize(), _are_powers(made._scale)
     return _Prepared(jobs, x, made, is_exact)
@@ -352,7 +366,7 @@ def _stacked_codes(jobs: list[Placed], read: Read, device: torch.device) -> Stor
     rows = found_rows.pop()
     assert rows is not None
     to = _device_of(target, device)
-    qdata = torch.empty(experts, n, k, dtype=FORMATS[spec.format].dtype, device=to)
+    qdata = torch.empty(experts, *spec.qdata_shape((n, k)), dtype=FORMATS[spec.format].dtype, device=to)
     scale = torch.empty(
         experts, *scale_shape((n, k), spec.block), dtype=SCALE_FORMATS[spec.scale_format].dtype, device=to
     )
@@ -379,22 +393,3 @@ def _fill(place: Place, x: Tensor) -> Tensor:
     for owner in place.owners:
         setattr(owner.module, owner.key, tensor)
     return tensor
-
-
-def _loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:
-    """What the recipe of a layer makes of its new weight."""
-    if not is_converted(owner) or owner.recipe.output.rhs is None:
-        return LoadedLayer(shown, None)
-    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
-    return loaded_layer(shown, again, read, dequantize(read, torch.float32), True)
-
-
-def _loaded_experts(
-    owner: Any, shown: str, weight: Tensor, read: StoredMatrices | str | None, values: Tensor, is_exact: bool
-) -> LoadedLayer:
-    """As :func:`_loaded`; ``values`` were read, in the dtype of the parameter."""
-    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
-    if spec is None or weight.dtype not in DTYPES:
-        return LoadedLayer(shown, None)
-    again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec)
-    return loaded_layer(shown, again, read, values, is_exact)

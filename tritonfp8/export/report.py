@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonfp8.functional import dequantize
-from tritonfp8.layers.stored import StoredMatrices
+from tritonfp8.functional import dequantize, quantize
+from tritonfp8.layers.linear import is_converted
+from tritonfp8.layers.moe import is_converted_experts
+from tritonfp8.layers.stored import DTYPES, StoredMatrices, StoredWeight
+from tritonfp8.specs import EXPANDED
 from tritonfp8.specs.naming import columns, repeated
 from tritonfp8.specs.quantized import Quantized
 from tritonfp8.specs.testing import sqnr
@@ -104,20 +107,25 @@ class LoadedLayer:
             ``"rounded again"``. None if the layer is not converted, or its recipe keeps ``output`` in high precision.
         sqnr_db: if they are rounded again, the signal-to-quantization-noise ratio of the new values to the values of
             the checkpoint, in dB; else None.
+        rows_rounded: of codes of fewer than 8 bits that are kept, the rows whose values e4m3 does not hold by a scale a
+            row, as the recipe reads them.
     """
 
     loaded_as: str
     again: str | None
     sqnr_db: float | None = None
+    rows_rounded: int = 0
 
     def __str__(self) -> str:
         if self.again is None:
             return self.loaded_as
         cost = "" if self.sqnr_db is None else f" ({self.sqnr_db:.1f} dB)"
+        if self.rows_rounded:
+            cost += f"; a scale a row rounds {self.rows_rounded} rows of them, and the recipe 'mxfp8' none"
         return f"{self.loaded_as}; by its recipe: {self.again}{cost}"
 
 
-def loaded_layer(
+def _loaded_layer(
     loaded_as: str, again: Quantized | StoredMatrices, read: Any, values: Tensor, exact: bool
 ) -> LoadedLayer:
     """A layer with a recipe.
@@ -135,6 +143,33 @@ def loaded_layer(
     if exact and torch.equal(new, values):
         return LoadedLayer(loaded_as, SAME_VALUES)
     return LoadedLayer(loaded_as, ROUNDED, sqnr(new, values))
+
+
+def loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:
+    """What the recipe of a layer makes of its new weight."""
+    if not is_converted(owner) or owner.recipe.output.rhs is None:
+        return LoadedLayer(shown, None)
+    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
+    found = _loaded_layer(shown, again, read, dequantize(read, torch.float32), True)
+    return _with_rounded(found, owner, weight)
+
+
+def loaded_experts(
+    owner: Any, shown: str, weight: Tensor, read: StoredMatrices | Quantized | str | None, values: Tensor, exact: bool
+) -> LoadedLayer:
+    """As :func:`loaded`; ``values`` were read, in the dtype of the parameter."""
+    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
+    if spec is None or weight.dtype not in DTYPES:
+        return LoadedLayer(shown, None)
+    again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec, owner.is_transposed)
+    return _with_rounded(_loaded_layer(shown, again, read, values, exact), owner, weight)
+
+
+def _with_rounded(found: LoadedLayer, owner: Any, weight: Tensor) -> LoadedLayer:
+    """With the rows that a recipe with a scale a row rounds when it reads codes of fewer bits."""
+    if not isinstance(weight, StoredWeight) or owner.recipe.output.rhs != EXPANDED:
+        return found
+    return dataclasses.replace(found, rows_rounded=weight.rows_rounded())
 
 
 def _both(x: Quantized | StoredMatrices) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from tritonfp8.specs.quant_spec import (
     check_transposable,
     empty_grouped_scale,
     empty_scale,
+    expands_to,
     full_block,
     group_amax_sizes,
     group_column,

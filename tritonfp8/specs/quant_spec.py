@@ -281,6 +281,18 @@ def are_transposable(spec: QuantSpec, spec_t: QuantSpec) -> bool:
     return moves_codes(spec, spec_t) or (rounded and spec.format == spec_t.format)
 
 
+def expands_to(spec: QuantSpec, to: QuantSpec) -> bool:
+    """Whether codes of fewer than 8 bits, by ``spec``, become an operand of a GEMM by ``to``.
+
+    ``to`` has a scale a row, as ``expand_codes`` makes it, which tells what it rounds; or the blocks of ``spec``, with
+    which e4m3 holds every value.
+    """
+    return spec.format not in BYTE_FORMATS and to in (
+        EXPANDED,
+        QuantSpec(EXPANDED.format, spec.block, spec.scale_format, "pow2"),
+    )
+
+
 def check_transposable(spec: QuantSpec, spec_t: QuantSpec) -> None:
     """Raise ValueError unless codes by ``spec`` can become codes of the transpose by ``spec_t``.
 

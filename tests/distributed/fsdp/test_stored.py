@@ -29,6 +29,12 @@ def test_the_bits_of_one_rank_under_fsdp2(ranks, recipe):
     assert all(ranks.run(2, stored_cases.compares, recipe=recipe, reshard=False))
 
 
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("experts", [False, True])
+def test_mxfp4_is_sharded_between_rows(ranks, experts):
+    assert all(share <= 0.51 for share in ranks.run(2, stored_cases.packed, experts=experts))
+
+
 # Scales of whole tensors and of blocks; test_option has "mxfp8" in this order.
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_convert_after_fully_shard(ranks, recipe):

@@ -4,14 +4,14 @@ import pytest
 import torch
 from cases import QUANTIZED, cpu_and_cuda, normal
 from mixtures import experts_of, model_of
-from stored_layers import EXPERTS, EXPERTS_KIND, HIDDEN, check_bits, stored, stored_and_plain
+from stored_layers import EXPERTS, EXPERTS_KIND, HIDDEN, MXFP4, check_bits, stored, stored_and_plain
 from torch import nn
 
 import tritonfp8
 from tritonfp8.layers.stored import MatricesShard, StoredMatrices, store
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-each_recipe = pytest.mark.parametrize("name", QUANTIZED)
+each_recipe = pytest.mark.parametrize("name", [*QUANTIZED, MXFP4])
 IDS = torch.arange(24).reshape(2, 12) * 7 % 96
 
 

@@ -12,6 +12,7 @@ from mixtures import model_of
 from stored_layers import (
     EXPERTS_KIND,
     LINEARS,
+    MXFP4,
     call,
     check_bits,
     codes_of,
@@ -32,7 +33,7 @@ from tritonfp8 import Float8Linear, layers, recipes
 from tritonfp8.layers.stored import StoredMatrices, StoredWeight, replace
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-each_recipe = pytest.mark.parametrize("name", QUANTIZED)
+each_recipe = pytest.mark.parametrize("name", [*QUANTIZED, MXFP4])
 
 
 @cpu_and_cuda
@@ -244,7 +245,7 @@ def test_a_conv1d_is_stored_as_the_linear_layer_that_it_is(name):
     found, (x,) = [], LINEARS.inputs()
     x.requires_grad_()
     for layer in (conv, linear):
-        tritonfp8.convert(layer, name, mode="inference")
+        store(LINEARS, layer, name)
         out = layer(x)
         found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), [x, layer.bias])])
     assert tuple(conv.weight.shape) == (200, 136)

@@ -7,7 +7,8 @@ import torch.distributed.checkpoint as dcp
 from cast_counts import HighPrecisionMemory
 from raised import raised
 from stored_expert_cases import IDS, mixture
-from stored_layers import reloaded
+from stored_layers import EXPERTS_KIND, LINEARS, MXFP4, call, reloaded, weights_of
+from stored_layers import stored as stored_as
 from stored_models import (
     HIDDEN,
     WIDE,
@@ -69,6 +70,27 @@ def compares(mesh, recipe, dtype=torch.bfloat16, recompute=None, order="stored_f
         if step == 0:
             sharded.state_dict()
     return True
+
+
+def packed(mesh, experts=False):
+    """Weights in MXFP4, of linear layers or of experts, are sharded between rows and computed with as on one rank."""
+    kind = EXPERTS_KIND if experts else LINEARS
+    model, sharded = stored_as(kind, MXFP4), stored_as(kind, MXFP4)
+    expected, values = call(model, kind).detach(), [weight.dequantize() for weight in weights_of(model)]
+    sizes = [weight.nbytes for weight in weights_of(model)]
+    for module in [] if experts else (sharded[0], sharded[2]):
+        fully_shard(module, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    for _ in range(2):
+        found = call(sharded, kind)
+        assert_equal({"out": found.detach()}, {"out": expected})
+        found.sum().backward()
+    options = StateDictOptions(full_state_dict=True)
+    full = get_model_state_dict(sharded, options=options)
+    names = [name for name, _ in model.named_parameters() if "bias" not in name]
+    assert_equal({name: full[name] for name in names}, dict(zip(names, values, strict=True)))
+    shares = [stored_part(weight).nbytes / size for weight, size in zip(weights_of(sharded), sizes, strict=True)]
+    return max(shares)
 
 
 def replicated(mesh, recipe, stored, apply=replicate):

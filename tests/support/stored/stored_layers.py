@@ -9,7 +9,8 @@ from torch import nn
 
 import tritonfp8
 from tritonfp8 import Float8Experts, recipes
-from tritonfp8.layers.stored import StoredMatrices, StoredWeight, recipe_of_storage
+from tritonfp8.layers.stored import StoredMatrices, StoredWeight, recipe_of_storage, replacing, stored_as_layer
+from tritonfp8.specs import QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal
 
 # Experts, features of a token, and inside of an expert: no multiples of the blocks.
@@ -49,6 +50,7 @@ class Experts:
 
     def of_recipe(self, recipe, dtype=torch.bfloat16, device="cpu"):
         torch.manual_seed(0)
+        recipe = "rowwise" if recipe == MXFP4 else recipe
         return Float8Experts(EXPERTS, HIDDEN, INSIDE, recipe=recipe, bias=True, dtype=dtype).to(device)
 
     def inputs(self, dtype=torch.bfloat16, device="cpu"):
@@ -61,8 +63,15 @@ class Experts:
         return model, "gate_up_proj"
 
 
+# A recipe, whose weights are stored as MXFP4 when they are stored.
+MXFP4 = "mxfp4"
+MXFP4_SPEC = QuantSpec("e2m1", (1, 32), "e8m0", "floor")
+
+
 def spec_of(recipe="rowwise"):
     """How a weight is stored by a recipe."""
+    if recipe == MXFP4:
+        return MXFP4_SPEC
     return recipe_of_storage(recipes.get(recipe)).output.rhs
 
 
@@ -72,7 +81,17 @@ each_kind = pytest.mark.parametrize("kind", [LINEARS, EXPERTS_KIND], ids=["linea
 
 def store(kind, model, recipe, **options):
     options = options or {"mode": "inference"}
-    return tritonfp8.convert(model, recipe, **options)
+    if recipe != MXFP4:
+        return tritonfp8.convert(model, recipe, **options)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    report = tritonfp8.convert(model, "rowwise", **options)
+    for name, layer in model.named_modules():
+        for key, parameter in layer._parameters.items():
+            if isinstance(parameter, StoredWeight):
+                before = values[f"{name}.{key}".lstrip(".")]
+                weight = stored_as_layer(layer, key, before, MXFP4_SPEC)
+                layer._parameters[key] = replacing(parameter, weight, parameter.requires_grad)
+    return report
 
 
 def stored(kind, recipe, dtype=torch.bfloat16, device="cpu"):
@@ -121,7 +140,7 @@ def check_bits(kind, recipe, dtype, device):
     for weight in weights_of(model):
         assert type(weight) is kind.stored_type
         assert isinstance(weight, nn.Parameter)
-        assert weight.nbytes <= 1.04 * weight.numel()
+        assert weight.nbytes <= (0.27 * 2 if weight.spec == MXFP4_SPEC else 1.04) * weight.numel()
         assert not weight.requires_grad
 
 

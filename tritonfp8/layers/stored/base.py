@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from tritonfp8 import ops
 from tritonfp8.compat import torch_private
-from tritonfp8.specs import QuantSpec, are_transposable
+from tritonfp8.specs import EXPANDED, QuantSpec, are_transposable, expands_to
 from tritonfp8.specs.checks import require
+from tritonfp8.specs.formats import BYTE_FORMATS
 
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
@@ -279,6 +280,17 @@ class StoredTensor(CodesTensor):
         """``(qdata, scale)`` of the codes as they are; scales in the form of the spec."""
         raise NotImplementedError
 
+    def rows_rounded(self) -> int:
+        """How many rows of codes of fewer than 8 bits have a value that e4m3 does not hold by a scale a row.
+
+        A recipe that reads a scale a row (``rowwise``) rounds these values; one of the blocks of the codes (``mxfp8``)
+        none. The host waits for the device.
+        """
+        if self.spec.format in BYTE_FORMATS:
+            return 0
+        *_, rounded = ops.expand_codes(*self._as_operand(), *self.spec.args)
+        return int((rounded > 0).sum())
+
     def read_operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
         """``(qdata, scale)`` of the weight, or of its transpose, quantized by ``spec``.
 
@@ -289,6 +301,11 @@ class StoredTensor(CodesTensor):
         if spec == self.spec and (spec.block[0] == spec.block[1] or not transposed):
             qdata, scale = self._as_operand()
             return (qdata.mT.contiguous(), scale.mT.contiguous()) if transposed else (qdata, scale)
+        if not transposed and expands_to(self.spec, spec):
+            if spec == EXPANDED:
+                qdata, scale, _ = ops.expand_codes(*self._as_operand(), *self.spec.args)
+                return qdata, scale
+            return self._cast(self.plain_values(), *spec.args)
         if not transposed:
             raise ValueError(
                 f"the weight is stored as {self.spec}, and its recipe reads {spec}: swap to a recipe with the same "

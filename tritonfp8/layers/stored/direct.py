@@ -18,6 +18,8 @@ from tritonfp8 import ops
 from tritonfp8.compat import torch_private
 from tritonfp8.layers import refuse_codes
 from tritonfp8.layers.stored.base import CodesTensor, decomposed
+from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.formats import BYTE_FORMATS
 
 aten = torch.ops.aten
 OVERWRITES = {
@@ -137,14 +139,22 @@ def _begin(optimizer: Any, *args: object) -> None:
             part = getattr(param, "_local_tensor", param)
             if not isinstance(part, CodesTensor):
                 continue
-            _refuse_foreign(optimizer, param)
+            _refuse_step(optimizer, param, _base(part).spec)
             if part is not param:
                 _owners[id(part)] = param
 
 
-def _refuse_foreign(optimizer: Any, param: Tensor) -> None:
+def _refuse_step(optimizer: Any, param: Tensor, spec: QuantSpec) -> None:
     package = _FOREIGN.get(type(optimizer).__module__.partition(".")[0])
-    if package is not None and (param.requires_grad or param.grad is not None):
+    if not (param.requires_grad or param.grad is not None):
+        return
+    if spec.format not in BYTE_FORMATS:
+        _counts.is_stepping = False
+        raise NotImplementedError(
+            f"a weight that is stored as {spec} takes no step, which would change few of its codes: freeze it and "
+            "train adapters, or train weights in high precision (tritonfp8.revert(model) gives the layers these again)"
+        )
+    if package is not None:
         _counts.is_stepping = False
         raise TypeError(
             f"{type(optimizer).__name__} of {package} cannot step a weight {tuple(param.shape)} that is stored in 8 "

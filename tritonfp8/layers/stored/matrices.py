@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -15,7 +14,8 @@ from tritonfp8.layers.linear import CodesSource
 from tritonfp8.layers.stored.rows import StoredRows, row_spec
 from tritonfp8.layers.stored.shard import OF_SHARDS, Shard
 from tritonfp8.layers.stored.weight import StoredWeight
-from tritonfp8.specs import BLOCKS, empty_scale
+from tritonfp8.specs import BLOCKS, SPECS, empty_scale
+from tritonfp8.specs.formats import BYTE_FORMATS
 
 aten = torch.ops.aten
 
@@ -26,26 +26,31 @@ class StoredMatrices(StoredWeight):
     Each matrix has scales of its own. All else: see :class:`StoredWeight`.
 
     Args:
-        qdata: 8-bit ``[E, N, K]``, contiguous.
+        qdata: 8-bit ``[E, N, K]``, or ``[E, N, K / 2]`` of two codes a byte, contiguous.
         scale: its scales, as a :class:`~tritonfp8.specs.quantized.QuantizedGroups` in ``"matrices"`` has them.
         spec: of both; its scales are powers of two.
         dtype: bfloat16 or float32.
         is_transposed: whether this tensor is ``[E, K, N]``, as the weights of gpt-oss. The codes stay ``[E, N, K]``.
     """
 
-    _cast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.quantize_matrices)
+    @staticmethod
+    def _cast(values: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
+        if SPECS[spec].format in BYTE_FORMATS:
+            return ops.quantize_matrices(values, spec, transpose)
+        # Blocks of one row: matrices are one tensor of rows.
+        return ops.quantize(values, spec)
 
     def _of_codes(self, dtype: torch.dtype) -> Tensor:
-        experts, n, k = self._qdata.shape
+        experts, n, width = self._qdata.shape
         rows, scale, spec = self.spec.block[0], self._scale, row_spec(self.spec)
         # As one matrix, whose rows have the scales of their blocks: one launch in place of one for each expert.
         if rows != 1:
             scale = scale.expand(-1, n, -1) if rows == -1 else scale.repeat_interleave(rows, 1)[:, :n]
         of_rows = scale.reshape(experts * n, scale.shape[2])
         if BLOCKS[spec.block].rows_contiguous:
-            of_rows = empty_scale((experts * n, k), spec.block, spec.scale_format, scale.device).copy_(of_rows)
-        flat = ops.dequantize(self._qdata.view(experts * n, k), of_rows, *spec.args, dtype)
-        return flat.view(experts, n, k)
+            of_rows = empty_scale((experts * n, width), spec.block, spec.scale_format, scale.device).copy_(of_rows)
+        flat = ops.dequantize(self._qdata.view(experts * n, width), of_rows, *spec.args, dtype)
+        return flat.view(experts, n, flat.shape[1])
 
     def as_bytes(self) -> tuple[Tensor, Tensor]:
         """Codes and scales as uint8, experts first, not copied: what ranks send to each other."""

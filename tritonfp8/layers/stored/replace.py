@@ -18,7 +18,7 @@ from tritonfp8.layers.stored.sharding import plain_weight, reshard, spec_of_weig
 from tritonfp8.layers.stored.storable import names_of_weights, recipe_of_storage
 from tritonfp8.layers.stored.weight import store
 from tritonfp8.recipes import Recipe
-from tritonfp8.specs import QuantSpec
+from tritonfp8.specs import QuantSpec, expands_to
 
 
 def stored_names(layer: nn.Module) -> list[str]:
@@ -220,7 +220,7 @@ def check_swap(name: str, layer: Any, recipe: Recipe) -> Recipe:
         return recipe
     recipe = recipe_of_storage(recipe)
     spec = spec_of_weight(layer._parameters[stored[0]])
-    if recipe.output.rhs != spec:
+    if recipe.output.rhs != spec and not (recipe.output.rhs and expands_to(spec, recipe.output.rhs)):
         raise ValueError(
             f"the weight of {name} is stored as {spec}, and recipe {recipe.name!r} reads "
             f"{recipe.output.rhs}: convert the model again from high precision"

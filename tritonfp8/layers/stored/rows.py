@@ -14,7 +14,7 @@ from tritonfp8 import ops
 from tritonfp8.layers.stored.direct import on_values
 from tritonfp8.layers.stored.shard import OF_SHARDS, Shard
 from tritonfp8.specs import BLOCKS, QuantSpec, empty_scale, scale_shape, spec_of
-from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.formats import BYTE_FORMATS, FORMATS, SCALE_FORMATS
 
 aten = torch.ops.aten
 ONE, NAN = 127, 255
@@ -59,7 +59,7 @@ class StoredRows(Shard):
     an optimizer may write to them: it knows which ranks share a scale. Any other write raises NotImplementedError.
 
     Args:
-        qdata: 8-bit floats ``[n, K]``.
+        qdata: 8-bit floats ``[n, K]``, or ``[n, K / 2]`` of two codes a byte, which can be cut between rows only.
         exponents: uint8 ``[n, ceil(K / cols)]``, of the scales; :data:`ONE` is 1.
         spec: of the whole weight; its scales are powers of two.
         dtype: bfloat16 or float32, in which the layer computes.
@@ -83,7 +83,7 @@ class StoredRows(Shard):
         total: int | None = None,
     ) -> StoredRows:
         """A tensor of this type, without data of its own."""
-        return Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
+        return Tensor._make_wrapper_subclass(cls, spec.shape_of(qdata.shape), dtype=dtype, device=qdata.device)
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class StoredRows(Shard):
     def _plain(self, dtype: torch.dtype) -> Tensor:
         if self.cols == self.spec.block[1]:
             spec = row_spec(self.spec)
-            scale = scale_of(self._exponents, self._qdata.shape, spec)
+            scale = scale_of(self._exponents, self.shape, spec)
             return ops.dequantize(self._qdata, scale, *spec.args, dtype)
         scale = scales_of(self._exponents).repeat_interleave(self.cols, 1)[:, : self.shape[1]]
         return (self._qdata.float() * scale).to(dtype)
@@ -111,12 +111,12 @@ class StoredRows(Shard):
         return found if cols in (-1, self.cols) else found[:, :: cols // self.cols]
 
     def _as_operand(self) -> tuple[Tensor, Tensor]:
-        return self._qdata, scale_of(self._grid(), self._qdata.shape, self.spec)
+        return self._qdata, scale_of(self._grid(), self.shape, self.spec)
 
     def _zeros(self, size: Any, device: Any, total: int | None) -> StoredRows:
         n, k = size
         shape = n, scale_shape((n, k), (1, self.cols))[1]
-        qdata = torch.zeros(n, k, dtype=self._qdata.dtype, device=device)
+        qdata = torch.zeros(self.spec.qdata_shape((n, k)), dtype=self._qdata.dtype, device=device)
         exponents = torch.full(shape, ONE, dtype=torch.uint8, device=device)
         return StoredRows(qdata, exponents, self.spec, self.dtype, self.cols, total)
 
@@ -125,6 +125,7 @@ class StoredRows(Shard):
             raise NotImplementedError(f"a slice of step {step} does not work on a weight that is stored in 8 bits")
         if dim == 0:
             return self._with(self._qdata[start:end], self._exponents[start:end])
+        self._check_cut()
         # Copied: this tensor calls itself contiguous, and collectives take its bytes as they lie.
         qdata = self._qdata[:, start:end].contiguous()
         if self.cols == -1:
@@ -132,6 +133,13 @@ class StoredRows(Shard):
         if start % self.cols:
             return self._finer(math.gcd(self.cols, start))._cut(dim, start, end)
         return self._with(qdata, self._exponents[:, start // self.cols : -(-end // self.cols)].contiguous())
+
+    def _check_cut(self) -> None:
+        """Raise NotImplementedError where a cut between columns would cut bytes."""
+        if self.spec.format not in BYTE_FORMATS:
+            raise NotImplementedError(
+                f"a weight that is stored as {self.spec} can be cut between rows only, as FSDP2 does by dim 0"
+            )
 
     def _finer(self, cols: int) -> StoredRows:
         """The same rows with an exponent for every ``cols`` columns."""
@@ -148,6 +156,8 @@ class StoredRows(Shard):
     def _padded(self, pad: list[int]) -> StoredRows:
         """``F.pad`` by zeros. Those before the first row or column get its scales, so that blocks may begin there."""
         left, right, above, below = [*pad, 0, 0][:4]
+        if left or right:
+            self._check_cut()
         qdata = F.pad(self._qdata.view(torch.uint8), (left, right, above, below)).view(self._qdata.dtype)
         exponents = self._exponents
         if self.cols != -1:
@@ -182,7 +192,7 @@ class StoredRows(Shard):
         return self._qdata.detach().view(torch.uint8), self._exponents.detach()
 
     def _of_gathered(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> StoredRows:
-        qdata = codes.view(-1, self.shape[1]).view(self._qdata.dtype)
+        qdata = codes.view(-1, self._qdata.shape[1]).view(self._qdata.dtype)
         return StoredRows(qdata, scales, self.spec, dtype, self.cols)
 
     @classmethod

@@ -38,7 +38,7 @@ class StoredWeight(StoredTensor):
     out again with other values, and what would return views of several parts.
 
     Args:
-        qdata: 8-bit ``[N, K]``, contiguous.
+        qdata: 8-bit ``[N, K]``, or ``[N, K / 2]`` of two codes a byte, contiguous.
         scale: its scales, as :class:`~tritonfp8.Quantized` has them.
         spec: of both; its scales are powers of two.
         dtype: bfloat16 or float32.
@@ -54,7 +54,9 @@ class StoredWeight(StoredTensor):
         cls, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, is_transposed: bool = False
     ) -> StoredWeight:
         """A tensor of this type, without data of its own."""
-        shape = qdata.mT.shape if is_transposed else qdata.shape
+        shape = spec.shape_of(qdata.shape)
+        if is_transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)
 
     def __init__(

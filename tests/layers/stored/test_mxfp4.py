@@ -1,0 +1,144 @@
+"""Weights that are stored as MXFP4: 4.25 bits a weight, exact values, and who reads them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from cases import normal
+from stored_layers import (
+    EXPERTS_KIND,
+    LINEARS,
+    MXFP4,
+    MXFP4_SPEC,
+    call,
+    codes_of,
+    each_kind,
+    reloaded,
+    stored,
+    weights_of,
+)
+
+import tritonfp8
+from tritonfp8 import QuantSpec, recipes, reference
+from tritonfp8.layers.stored import MatricesShard, StoredWeight, stored_as_layer
+from tritonfp8.specs import EXPANDED
+from tritonfp8.specs.testing import assert_bitwise_equal
+
+BLOCKS = QuantSpec("e4m3", (1, 32), "e8m0", "pow2")
+
+
+def values_of(kind):
+    """The values of the first weight before it is stored."""
+    owner, name = kind.first(kind.made())
+    return getattr(owner, name).detach()
+
+
+@each_kind
+def test_codes_are_the_reference_s_and_take_a_quarter(kind):
+    values, weight = values_of(kind), weights_of(stored(kind, MXFP4))[0]
+    codes = reference.quantize(values, *MXFP4_SPEC.args)
+    assert_bitwise_equal([weight._qdata, weight._scale], list(codes))
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = reference.dequantize(*codes, *MXFP4_SPEC.args, dtype)
+        assert_bitwise_equal([weight.plain_values(dtype)], [expected])
+    assert torch.equal(weight.dequantize().float(), reference.dequantize(*codes, *MXFP4_SPEC.args, torch.float32))
+    assert (weight.shape, weight.dtype) == (values.shape, torch.bfloat16)
+    big = StoredWeight.of(normal(64, 4096, dtype=torch.bfloat16), MXFP4_SPEC)
+    assert big.nbytes == 64 * 4096 * 4.25 / 8
+
+
+@each_kind
+def test_operands_are_exact(kind):
+    weight = weights_of(stored(kind, MXFP4))[0]
+    values = weight.dequantize().float()
+    *expanded, rounded = reference.expand_codes(weight._qdata, weight._scale, *MXFP4_SPEC.args)
+    assert_bitwise_equal(list(weight.read_operand(EXPANDED, False)), expanded)
+    assert not rounded.any()
+    assert weight.rows_rounded() == 0
+    for spec in (EXPANDED, BLOCKS):
+        found = weight.read_operand(spec, False)
+        assert_bitwise_equal(reference.dequantize(*found, *spec.args, torch.float32), values)
+        cast = reference.quantize_matrices if weight.ndim == 3 else reference.quantize
+        assert_bitwise_equal(list(weight.read_operand(spec, True)), list(cast(values, *spec.args, True)))
+
+
+@each_kind
+def test_what_a_scale_a_row_rounds_is_counted_and_blocks_hold_it(kind):
+    values = values_of(kind)
+    values[..., 0, :32] *= 2.0**-20
+    values[..., 3, 32:64] *= 2.0**20
+    owner, name = kind.first(stored(kind, MXFP4))
+    weight = stored_as_layer(owner, name, values, MXFP4_SPEC)
+    assert weight.rows_rounded() == 2 * values[..., 0, 0].numel()
+    found = weight.read_operand(BLOCKS, False)
+    assert torch.equal(reference.dequantize(*found, *BLOCKS.args, torch.float32), weight.dequantize().float())
+    found = weight.read_operand(EXPANDED, False)
+    assert not torch.equal(reference.dequantize(*found, *EXPANDED.args, torch.float32), weight.dequantize().float())
+
+
+@each_kind
+def test_recipes_that_read_the_codes_are_swapped_and_others_refused(kind):
+    module = stored(kind, MXFP4)
+    owner, model = kind.first(module)[0], torch.nn.ModuleDict({"it": module})
+    for name in ("mxfp8", "rowwise_hp_grad_weight", "rowwise"):
+        tritonfp8.swap_recipe(model, name)
+        assert owner.recipe.name == name
+        call(module, kind).sum().backward()
+    with pytest.raises(ValueError, match="the weight of it.* is stored as e2m1 1x32.*reads e4m3 128x128"):
+        tritonfp8.swap_recipe(model, "blockwise")
+    owner.recipe = recipes.get("blockwise")
+    with pytest.raises(ValueError, match="is stored as e2m1 1x32.*and its recipe reads e4m3 128x128"):
+        call(module, kind)
+
+
+@each_kind
+def test_copies_keep_the_codes(kind):
+    model = stored(kind, MXFP4).requires_grad_(False)
+    expected, before = call(model, kind), [x.clone() for x in codes_of(model)]
+    sent = pickle.loads(pickle.dumps(model))
+    for other in (copy.deepcopy(model), reloaded(model, weights_only=False), model.to("cpu"), sent):
+        assert_bitwise_equal(codes_of(other), before)
+        assert_bitwise_equal([call(other, kind)], [expected])
+    other = stored(kind, MXFP4)
+    for weight in weights_of(other):
+        weight.copy_(torch.zeros_like(weight.dequantize()))
+        assert not weight._qdata.any()
+    for assign in (False, True):
+        other.load_state_dict(reloaded(model.state_dict(), weights_only=True), assign=assign)
+        assert_bitwise_equal(codes_of(other), before)
+    model.float()
+    assert {p.dtype for p in weights_of(model)} == {torch.float32}
+    assert_bitwise_equal(codes_of(model), before)
+    assert all(
+        p.is_meta and p.shape == q.shape for p, q in zip(weights_of(model.to("meta")), weights_of(other), strict=True)
+    )
+
+
+@pytest.mark.parametrize("optimizer", [tritonfp8.optim.AdamW, tritonfp8.optim.with_masters(torch.optim.SGD)])
+def test_a_step_is_refused_before_it_changes_a_weight(optimizer):
+    model = stored(LINEARS, MXFP4, torch.float32)
+    model[0].weight.requires_grad_()
+    (before, _) = (x.clone() for x in codes_of(model))
+    model(*LINEARS.inputs(torch.float32)).sum().backward()
+    assert model[0].weight.grad.shape == model[0].weight.shape
+    with pytest.raises(NotImplementedError, match="stored as e2m1 1x32.*takes no step.*adapters"):
+        optimizer([model[0].weight]).step()
+    assert_bitwise_equal(codes_of(model)[0], before)
+
+
+def test_parts_are_cut_between_rows():
+    weight = stored(LINEARS, MXFP4)[0].weight
+    values, rows = weight.dequantize(), weight.detach().as_shard()
+    assert_bitwise_equal([rows.dequantize()], [values])
+    part = rows[3:70]
+    assert (part.shape, part._qdata.shape) == ((67, 200), (67, 100))
+    assert_bitwise_equal([part.dequantize()], [values[3:70]])
+    assert_bitwise_equal(list(rows.read_operand(EXPANDED, False)), list(weight.read_operand(EXPANDED, False)))
+    assert rows.new_zeros((5, 200)).shape == (5, 200)
+    with pytest.raises(NotImplementedError, match="e2m1 1x32.*cut between rows only"):
+        rows[:, 32:]
+    experts = weights_of(stored(EXPERTS_KIND, MXFP4))[0]
+    found = experts.detach().as_shard()[1:3]
+    assert type(found) is MatricesShard
+    assert_bitwise_equal([found.dequantize()], [experts.dequantize()[1:3]])
