@@ -55,14 +55,14 @@ def class_name_violations(modules):
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
     "kernels": 4900,  # transposes that are made from codes, also of several weights and of groups; tiles in turn
-    "compat": 1390,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; Ctrl-C after a block
+    "compat": 1395,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; merging by peft; Ctrl-C
     "specs": 1100,  # naming, from conversion; which transposes can be made from codes, and which stored codes have
     "recipes": 660,  # transposed_from, a backward that dequantizes, and files of the recipes of layers
     "reference": 1880,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains of ops
     "tuning": 1535,  # tiles of transposes that are made from codes
     "launch": 4700,  # transposes that are made from codes, also of several weights and of groups; plans of chains
     "ops": 1840,  # the rows and fakes of ops whose rows have bits of their own; transpose_codes; chains in graphs
-    "layers": 6785,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled
+    "layers": 6810,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled; merging
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 2800,  # load_tensors, the headers of a stream, and its check; what rounding again costs, in dB
@@ -82,7 +82,7 @@ ROOM_LINES = {
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
 # Codes in each mode; health; advice; diffusion; weights for a copy, and for engines; generators; chains; exact models
-TEST_LINES = 54_100
+TEST_LINES = 54_900
 
 
 def room_violations(modules, limits=None):

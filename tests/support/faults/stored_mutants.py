@@ -5,9 +5,31 @@ _UPDATE = "tritonfp8/layers/stored/update.py"
 _BASE = "tritonfp8/layers/stored/base.py"
 _WRITES = "tests/layers/stored/test_writes.py"
 _READS = "tests/layers/stored/test_reads.py"
+_ADAPTERS = "tests/clients/models/test_adapters.py"
 _PARAMETER = "tests/layers/stored/test_as_parameter.py"
 
 FAULTS = (
+    (
+        _DIRECT,
+        "        refuse_merging(_base(x))\n",
+        "",
+        "peft merges adapters into the codes of a frozen base through a view",
+        (_ADAPTERS, "-k", "merges and SUPERTUNING"),
+    ),
+    (
+        "tritonfp8/layers/stored/weight.py",
+        "                refuse_merging(first)\n",
+        "",
+        "peft merges adapters into the codes of a frozen base by a copy",
+        (_ADAPTERS, "-k", "merges and OFT"),
+    ),
+    (
+        "tritonfp8/layers/stored/weight.py",
+        "        refuse_merging(self)\n",
+        "",
+        "peft merges adapters into the codes of a frozen base by new data",
+        (_ADAPTERS, "-k", "merges and IA3"),
+    ),
     (
         "tritonfp8/layers/stored/rows.py",
         "exponents = exponents.repeat_interleave(rows, 0)[: qdata.shape[0]]",

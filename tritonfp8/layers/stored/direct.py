@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -201,6 +202,20 @@ def _written(func: Any, args: Any, options: Any) -> list[Tensor]:
     return [x for a in _alias_infos(func)[0] for x in tree_leaves(given.get(a.name)) if isinstance(x, Tensor)]
 
 
+def _is_trained(x: Any) -> bool:
+    return x.requires_grad or hasattr(x._qdata, TRAINED)
+
+
+def refuse_merging(weight: Any) -> None:
+    """Raise NotImplementedError if peft, which merges adapters, is about to write to a frozen weight."""
+    if not _is_trained(weight) and torch_private.merges_adapters(inspect.currentframe()):
+        raise NotImplementedError(
+            "merging adapters would round a frozen weight that is stored in 8 bits, and peft would take them out again "
+            "with other values: call tritonfp8.revert(model) before model.merge_and_unload(), or write the merged "
+            "weights by tritonfp8.export.save(model, folder, format, adapters='merged')"
+        )
+
+
 def _base(x: Any) -> Any:
     """The stored weight that a view is of; a stored weight itself."""
     return getattr(x, "_base_weight", x)
@@ -213,7 +228,8 @@ def _check(func: Any, targets: Sequence[Any], leaves: Sequence[Any]) -> None:
     if func is _UNFIT or _alias_infos(func)[1] or torch.Tag.inplace_view in func.tags:
         raise first._refusal(str(func))
     for x in targets:
-        if not (hasattr(x, "_step") or x.is_part or x.requires_grad or hasattr(x._qdata, TRAINED)):
+        refuse_merging(_base(x))
+        if not (hasattr(x, "_step") or x.is_part or _is_trained(x)):
             raise x._refusal(str(func))
     for weight in map(_base, targets):
         if weight.is_part and id(weight) not in _owners:
