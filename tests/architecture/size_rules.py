@@ -65,7 +65,7 @@ ROOM_LINES = {
     "layers": 6810,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled; merging
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
-    "export": 2800,  # load_tensors, the headers of a stream, and its check; what rounding again costs, in dB
+    "export": 3010,  # load_tensors, the headers of a stream, and its check; a checkpoint written as it was loaded
     "rollout": 2880,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive

@@ -42,6 +42,38 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class LoadedFrom(NamedTuple):
+    """The folder of the checkpoint that a model was loaded from, and the patterns of ``ignore``."""
+
+    folder: Path
+    ignore: tuple[str, ...]
+
+
+# An attribute of a model.
+_SOURCE = "_tritonfp8_source"
+
+
+def remember(model: Any, folder: Path, ignore: Iterable[str]) -> None:
+    """Note that a model was loaded from a folder, for :func:`source_of`."""
+    model.__dict__[_SOURCE] = LoadedFrom(folder.absolute(), tuple(ignore))
+
+
+def source_of(model: Any) -> LoadedFrom:
+    """Where a model was loaded from. Raises ValueError if tritonfp8 did not load it, or the folder is gone."""
+    source: LoadedFrom | None = model.__dict__.get(_SOURCE)
+    if source is None:
+        raise ValueError(
+            "the model was not loaded by tritonfp8.export.load or from_pretrained, so it has no format to go on in: "
+            "give format="
+        )
+    if not source.folder.is_dir():
+        raise ValueError(
+            f"{source.folder}, from which the model was loaded, is gone, and weights that did not change are copied "
+            "from it: put it back, or give format="
+        )
+    return source
+
+
 def written_before(folder: Path) -> list[str]:
     """The files of weights in a folder."""
     if not folder.is_dir():

@@ -27,14 +27,14 @@ from tritonfp8.export.files import (
     headers_of,
     opened_all,
     read_config,
+    remember,
     stored_tensors,
 )
 from tritonfp8.export.matching import Match, Placed, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
-from tritonfp8.export.report import LoadedLayer, LoadReport, loaded_layer
-from tritonfp8.functional import dequantize, quantize
-from tritonfp8.layers.linear import is_converted, require_module
-from tritonfp8.layers.moe import is_converted_experts
+from tritonfp8.export.report import LoadedLayer, LoadReport, loaded, loaded_experts
+from tritonfp8.functional import dequantize
+from tritonfp8.layers.linear import require_module
 from tritonfp8.layers.stored import (
     DTYPES,
     StoredMatrices,
@@ -103,13 +103,21 @@ def load_any(model: nn.Module, root: Path, device: torch.device) -> LoadReport:
 def _load(
     model: nn.Module, root: Path, config: dict[str, Any] | None, patterns: Collection[str], device: torch.device
 ) -> LoadReport:
-    found, static = ([], ()) if config is None else (groups(config), scales_of_activations(config))
     stored = stored_tensors(root)
-    matched = _matched(model, stored, found, patterns, static)
+    matched = matched_with(model, stored, config, patterns)
     with opened_all(root, stored) as read:
         _check_scales(matched.jobs, read)
-        filled = _fill_all(_prepared(matched.jobs, read, device))
+        filled = _fill_all(prepared(matched.jobs, read, device))
+    remember(model, root, patterns)
     return _report(model, matched, filled, 2)
+
+
+def matched_with(
+    model: nn.Module, stored: Mapping[str, Stored], config: dict[str, Any] | None, patterns: Collection[str]
+) -> Match:
+    """Which tensor of a checkpoint with this quantization config goes where. Raises as :func:`load`."""
+    found, static = ([], ()) if config is None else (groups(config), scales_of_activations(config))
+    return _matched(model, stored, found, patterns, static)
 
 
 def load_tensors(
@@ -147,9 +155,9 @@ def load_tensors(
     given = given_tensors(tensors)
     matched = _matched(model, headers_of(given), found, patterns)
     _check_scales(matched.jobs, given.__getitem__)
-    prepared = list(_prepared(matched.jobs, given.__getitem__, torch.device(device)))
+    ready = list(prepared(matched.jobs, given.__getitem__, torch.device(device)))
     with uninterrupted():
-        filled = _fill_all(prepared)
+        filled = _fill_all(ready)
     return _report(model, matched, filled, 1)
 
 
@@ -189,7 +197,7 @@ def _scale(job: Placed, read: Read) -> Tensor:
     return x.view(scales.dtype) if scales.exponent_only else x.to(scales.dtype)
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """A tensor as its place takes it, read by one job or by one a matrix of experts.
 
     ``source`` is its codes, or a text for the report; of experts also None, if no weight has their codes together.
@@ -208,7 +216,7 @@ def _check_scales(jobs: Iterable[Placed], read: Read) -> None:
             job.row.check_scale(str(job.scale), _scale(job, read), job.layer)
 
 
-def _prepared(jobs: list[Placed], read: Read, device: torch.device) -> Iterator[_Prepared]:
+def prepared(jobs: list[Placed], read: Read, device: torch.device) -> Iterator[Prepared]:
     """What goes into each place, file by file; experts last."""
     stacks: dict[int, list[Placed]] = {}
     for job in sorted(jobs, key=lambda job: job.stored.file):
@@ -216,17 +224,17 @@ def _prepared(jobs: list[Placed], read: Read, device: torch.device) -> Iterator[
             stacks.setdefault(id(job.place), []).append(job)
             continue
         x, source = _values(job, read, device)
-        yield _Prepared([job], _kept(job.place.tensor, source, x), source)
+        yield Prepared([job], _kept(job.place.tensor, source, x), source)
     for stack in stacks.values():
         yield _prepared_stack(stack, read, device)
 
 
-def _fill_all(prepared: Iterable[_Prepared]) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
+def _fill_all(found: Iterable[Prepared]) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
     """Put all into their places. Returns the layers and the other tensors of the report."""
     layers: dict[str, LoadedLayer] = {}
     copied: dict[str, str] = {}
     filled: dict[int, Tensor] = {}
-    for jobs, x, source, is_exact in prepared:
+    for jobs, x, source, is_exact in found:
         job = jobs[0]
         if id(job.place) in filled:
             _check_tied(job, filled[id(job.place)], x)
@@ -238,10 +246,10 @@ def _fill_all(prepared: Iterable[_Prepared]) -> tuple[dict[str, LoadedLayer], di
             copied[job.name_in_model] = source
         elif isinstance(source, Quantized):
             assert job.row is not None
-            layers[job.layer] = _loaded(job.owner, _shown_format(job.row), weight, source)
+            layers[job.layer] = loaded(job.owner, _shown_format(job.row), weight, source)
         elif formats := {_shown_format(job.row) for job in jobs if job.row is not None}:
             shown = f"{' and '.join(sorted(formats))}, of each expert"
-            layers[job.place.name] = _loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
+            layers[job.place.name] = loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
         else:
             copied[job.place.name] = "copied, of each expert"
     return layers, copied
@@ -305,7 +313,7 @@ def _are_powers(scale: Tensor) -> bool:
     return bool((torch.frexp(scale.float()).mantissa == 0.5).all())
 
 
-def _prepared_stack(jobs: list[Placed], read: Read, device: torch.device) -> _Prepared:
+def _prepared_stack(jobs: list[Placed], read: Read, device: torch.device) -> Prepared:
     """A weight of experts from the matrices of all experts: in codes, unless a block would have rows of two."""
     target = jobs[0].place.tensor
     made, part = _stacked_codes(jobs, read, device), stored_part(target)
@@ -315,7 +323,7 @@ def _prepared_stack(jobs: list[Placed], read: Read, device: torch.device) -> _Pr
         x, is_exact = StoredMatrices(made._qdata, made._scale, part.spec, target.dtype), True
     else:
         x, is_exact = made.dequantize(), _are_powers(made._scale)
-    return _Prepared(jobs, x, made, is_exact)
+    return Prepared(jobs, x, made, is_exact)
 
 
 def _stacked_values(jobs: list[Placed], read: Read, device: torch.device) -> tuple[Tensor, bool]:
@@ -379,22 +387,3 @@ def _fill(place: Place, x: Tensor) -> Tensor:
     for owner in place.owners:
         setattr(owner.module, owner.key, tensor)
     return tensor
-
-
-def _loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:
-    """What the recipe of a layer makes of its new weight."""
-    if not is_converted(owner) or owner.recipe.output.rhs is None:
-        return LoadedLayer(shown, None)
-    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
-    return loaded_layer(shown, again, read, dequantize(read, torch.float32), True)
-
-
-def _loaded_experts(
-    owner: Any, shown: str, weight: Tensor, read: StoredMatrices | str | None, values: Tensor, is_exact: bool
-) -> LoadedLayer:
-    """As :func:`_loaded`; ``values`` were read, in the dtype of the parameter."""
-    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
-    if spec is None or weight.dtype not in DTYPES:
-        return LoadedLayer(shown, None)
-    again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec)
-    return loaded_layer(shown, again, read, values, is_exact)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonfp8.functional import dequantize
-from tritonfp8.layers.stored import StoredMatrices
+from tritonfp8.functional import dequantize, quantize
+from tritonfp8.layers.linear import is_converted
+from tritonfp8.layers.moe import is_converted_experts
+from tritonfp8.layers.stored import DTYPES, StoredMatrices, StoredWeight
 from tritonfp8.specs.naming import columns, repeated
 from tritonfp8.specs.quantized import Quantized
 from tritonfp8.specs.testing import sqnr
@@ -117,7 +119,7 @@ class LoadedLayer:
         return f"{self.loaded_as}; by its recipe: {self.again}{cost}"
 
 
-def loaded_layer(
+def _loaded_layer(
     loaded_as: str, again: Quantized | StoredMatrices, read: Any, values: Tensor, exact: bool
 ) -> LoadedLayer:
     """A layer with a recipe.
@@ -135,6 +137,25 @@ def loaded_layer(
     if exact and torch.equal(new, values):
         return LoadedLayer(loaded_as, SAME_VALUES)
     return LoadedLayer(loaded_as, ROUNDED, sqnr(new, values))
+
+
+def loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:
+    """What the recipe of a layer makes of its new weight."""
+    if not is_converted(owner) or owner.recipe.output.rhs is None:
+        return LoadedLayer(shown, None)
+    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
+    return _loaded_layer(shown, again, read, dequantize(read, torch.float32), True)
+
+
+def loaded_experts(
+    owner: Any, shown: str, weight: Tensor, read: StoredMatrices | str | None, values: Tensor, is_exact: bool
+) -> LoadedLayer:
+    """As :func:`loaded`; ``values`` were read, in the dtype of the parameter."""
+    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
+    if spec is None or weight.dtype not in DTYPES:
+        return LoadedLayer(shown, None)
+    again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec)
+    return _loaded_layer(shown, again, read, values, is_exact)
 
 
 def _both(x: Quantized | StoredMatrices) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ def from_pretrained(
     Returns:
         The model, of the class that the config names. It has no ``quantization_config``: for transformers it is a model
         in high precision, which trains, and which ``save_pretrained`` writes in high precision.
-        :func:`tritonfp8.export.save` writes codes.
+        :func:`tritonfp8.export.save` without a format writes the format of the checkpoint.
 
     Raises:
         ValueError: as :func:`tritonfp8.export.load`; an unknown ``train`` or recipe, a ``dtype`` that ``"full"`` does

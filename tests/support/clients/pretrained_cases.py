@@ -48,7 +48,7 @@ def train(model, folder, optimizer=None, steps=10, save_steps=None, resume=False
         save_strategy="steps" if save_steps else "no", save_steps=save_steps or 1, remove_unused_columns=not columns,
     )  # fmt: skip
     rows = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(0)).tolist()
-    data = [{"input_ids": row, "labels": row, **columns} for row in rows * steps]
+    data = [{"input_ids": row, "labels": row, **columns} for row in rows * 10]
     trainer = Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None))
     trainer.train(resume_from_checkpoint=resume or None)
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
