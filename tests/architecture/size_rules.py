@@ -62,7 +62,7 @@ ROOM_LINES = {
     "tuning": 1535,  # tiles of transposes that are made from codes
     "launch": 4700,  # transposes that are made from codes, also of several weights and of groups; plans of chains
     "ops": 1840,  # the rows and fakes of ops whose rows have bits of their own; transpose_codes; chains in graphs
-    "layers": 6810,  # chains, operands from codes, a backward that dequantizes; experts of rows that travelled; merging
+    "layers": 6850,  # chains, operands from codes, a backward that dequantizes; rows that travelled; merging
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 3010,  # load_tensors, the headers of a stream, and its check; a checkpoint written as it was loaded

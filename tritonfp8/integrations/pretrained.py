@@ -50,8 +50,8 @@ def from_pretrained(
             one scale a weight, and for checkpoints in high precision.
         train: None to generate: eval mode, all parameters frozen. ``"adapters"``: frozen, in training mode, for
             adapters such as peft's. ``"full"``: all parameters train. Stored weights have no copy in high precision
-            and count as float32, so ``dtype`` is float32; experts are not stored then. Step them by
-            :class:`tritonfp8.optim.AdamW`, which rounds at random; compute in bfloat16 by autocast.
+            and count as float32, so ``dtype`` is float32; experts are not stored then. Any optimizer of torch rounds at
+            random, and :class:`tritonfp8.optim.AdamW` once a step; compute in bfloat16 by autocast.
         dtype: of parameters that are not stored. Default: as the config says, float32 for ``"full"``.
         device: where the model is made.
         **changes: to attributes of the config, such as ``attn_implementation``.

@@ -61,13 +61,14 @@ def test_the_recipe_that_reads_the_codes(checkpoint, caplog, kind, sizes, format
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("kind", "sizes"), [("llama", WHOLE), ("moe", EXPERTS)])
-def test_all_weights_train_in_the_trainer(checkpoint, tmp_path, kind, sizes, format):
+@pytest.mark.parametrize("ours", [True, False], ids=["our AdamW", "the Trainer's AdamW"])
+def test_all_weights_train_in_the_trainer(checkpoint, tmp_path, ours, kind, sizes, format):
     model = from_pretrained(checkpoint(format, kind, sizes), train="full")
     before = values(model)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     of_experts = [m for m in model.modules() if hasattr(m, "recipe") and not is_stored(m)]
     assert len(of_experts) == (model.config.num_hidden_layers if kind == "moe" else 0)
-    losses = train(model, tmp_path / "out", AdamW(model.parameters(), lr=1e-2))
+    losses = train(model, tmp_path / "out", AdamW(model.parameters(), lr=1e-2) if ours else None)
     assert losses[-1] < losses[0]
     assert [name for name, x in values(model).items() if torch.equal(x, before[name])] == []
     assert sum(stored_part(p) is not None for p in model.parameters()) >= 4

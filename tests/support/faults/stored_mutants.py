@@ -6,9 +6,24 @@ _BASE = "tritonfp8/layers/stored/base.py"
 _WRITES = "tests/layers/stored/test_writes.py"
 _READS = "tests/layers/stored/test_reads.py"
 _ADAPTERS = "tests/clients/models/test_adapters.py"
+_MASTERS = "tests/optim/test_masters.py"
 _PARAMETER = "tests/layers/stored/test_as_parameter.py"
 
 FAULTS = (
+    (
+        _DIRECT,
+        "            group[_STEPS] = group.get(_STEPS, 0) + 1\n",
+        "            pass\n",
+        "SGD rounds each step by the same random bits",
+        (_MASTERS, "-k", "bits_of_its_own"),
+    ),
+    (
+        _DIRECT,
+        "setattr(part._qdata, STEP, StepOfWeight(number, position))",
+        "pass",
+        "the codes that an optimizer of torch gives depend on the mesh, and on when a run was stopped",
+        (_MASTERS, "-k", "resumed_run"),
+    ),
     (
         _DIRECT,
         "        refuse_merging(_base(x))\n",
@@ -74,8 +89,8 @@ FAULTS = (
     ),
     (
         _DIRECT,
-        "        self.writes += 1\n",
-        "",
+        "        self.writes += 1\n        before",
+        "        before",
         "a write outside of an optimizer is not counted",
         (_WRITES, "-k", "counted"),
     ),

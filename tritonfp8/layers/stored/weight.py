@@ -33,8 +33,8 @@ class StoredWeight(StoredTensor):
     Operations that read it use its values, in a tensor that is freed afterwards, and carry gradients to it. ``clone``,
     ``detach`` and ``to`` give another stored weight; views such as ``view(-1)`` read and write through. A write that
     replaces values (a copy, ``load_state_dict``, ``fill_``) rounds to nearest. Any other write (``lerp_``, ``mul_``)
-    rounds up or down at random, so that the expected change is the exact one; in the step of an optimizer of torch, to
-    nearest. These raise NotImplementedError: such a write to a frozen weight, and any by which peft merges adapters
+    rounds up or down at random, so that the expected change is the exact one, also in the step of an optimizer of
+    torch. These raise NotImplementedError: such a write to a frozen weight, and any by which peft merges adapters
     into it, as they would be taken out again with other values; and what would return views of several parts.
 
     Args:
