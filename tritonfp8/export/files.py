@@ -18,6 +18,8 @@ from tritonfp8.specs.naming import listed
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, QUANTIZATION_CONFIG, GENERATION_CONFIG = "config.json", "quantization_config.json", "generation_config.json"
 ENTRY = "quantization_config"
+# The quant_method by which transformers hands a checkpoint to tritonfp8, and the entry with the config that it had.
+OURS, INSIDE = "tritonfp8", "checkpoint"
 # ModelOpt writes it beside a config.json that does not speak of it.
 MODELOPT_CONFIG = "hf_quant_config.json"
 _MISSING = f"neither {CONFIG} with an entry {ENTRY!r}, nor {QUANTIZATION_CONFIG}"
@@ -105,6 +107,8 @@ def find_config(folder: Path) -> dict[str, Any] | None:
             continue
         data = _read_json(folder / name)
         config = data.get(ENTRY) if name == CONFIG else data
+        if isinstance(config, dict) and config.get("quant_method") == OURS:
+            config = config.get(INSIDE)
         if config is not None:
             if not isinstance(config, dict):
                 raise ValueError(f"{ENTRY} of {folder / name} must be a JSON object; got {type(config).__name__}")

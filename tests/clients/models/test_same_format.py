@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from checkpoints import EXPERTS, WHOLE, config_of, files_of, same, scale_name, theirs_of
-from pretrained_cases import FORMATS, IDS, train, values, written
+from pretrained_cases import FORMATS, IDS, contents, differing, train, values, written
 from safetensors.torch import load_file, save_file
 
 import tritonfp8
@@ -16,17 +16,6 @@ from tritonfp8.layers.stored import StoredWeight, plain_weight, stored_part
 from tritonfp8.optim import AdamW
 
 LLAMA, MOE = ("llama", WHOLE), ("moe", EXPERTS)
-
-
-def contents(folder):
-    """The bytes of each file."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def differing(folder, other):
-    """The files that two folders do not have alike."""
-    found, theirs = contents(folder), contents(other)
-    return sorted(name for name in found.keys() | theirs.keys() if found.get(name) != theirs.get(name))
 
 
 def rewrite(folder, change):

@@ -33,6 +33,17 @@ def values(model):
     return {name: plain_weight(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 
+def contents(folder):
+    """The bytes of each file."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def differing(folder, other):
+    """The files that two folders do not have alike."""
+    found, theirs = contents(folder), contents(other)
+    return sorted(name for name in found.keys() | theirs.keys() if found.get(name) != theirs.get(name))
+
+
 def train(model, folder, optimizer=None, steps=10, save_steps=None, resume=False, **columns):
     """Steps of the real Trainer. Returns the losses.
 

@@ -3,6 +3,7 @@
 _CODES = ("tests/layers/test_codes.py",)
 _WRITING = "tritonfp8/export/writing.py"
 _SAME_FORMAT = "tests/clients/models/test_same_format.py"
+_AUTO_MODEL = "tests/clients/models/test_auto_model.py"
 _PRETRAINED = "tests/clients/models/test_pretrained.py"
 
 FAULTS = (
@@ -110,5 +111,12 @@ FAULTS = (
         "if",
         "the dtype that a model computes in gets into the config of its checkpoint",
         (_SAME_FORMAT, "-k", "to_the_bit and full"),
+    ),
+    (
+        "tritonfp8/integrations/quantizer.py",
+        "        vars(model).update(vars(found))\n",
+        "        vars(model).update(vars(found.bfloat16()))\n",
+        "AutoModel gives weights in another dtype than from_pretrained",
+        (_AUTO_MODEL, "-k", "one_of_from_pretrained and full"),
     ),
 )
