@@ -40,7 +40,9 @@ NAMES = {
         "Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput", "count_collective_bytes",
         "enable_float8_all_gather", "scales", "shard_experts", "sharded_linear", "token_counts",
     ),
-    "tritonfp8.integrations.transformers": ("Float8Callback", "Float8Config", "from_pretrained", "restore"),
+    "tritonfp8.integrations.transformers": (
+        "Float8Callback", "Float8Config", "StoredWeightsConfig", "from_pretrained", "restore",
+    ),
     "tritonfp8.integrations.lightning": ("fabric_plugin", "trainer_plugin"),
     "tritonfp8.integrations.torchtitan": ("Float8Converter", "Float8SelectiveAC"),
     "tritonfp8.integrations.torchao": ("TritonFP8Config",),

@@ -3,6 +3,9 @@
 import pytest
 import trainer_cases
 from cases import QUANTIZED, each_recipe
+from pretrained_cases import written
+
+from bench.distributed.trainer import VOCABULARY
 
 PROCESSES = 2
 
@@ -168,6 +171,47 @@ def test_weights_stored_in_8_bits_train_by_our_adamw_and_resume_to_the_bit(ranks
     for (losses, kept, stuck, codes), expected in zip(resumed, whole, strict=True):
         assert kept == 7 * trainer_cases.SMALL["layers"]
         # A weight may keep some scales.
+        assert [name for name in stuck if "scale" not in name] == []
+        assert losses == expected[0]
+        assert len(set(losses)) == 4
+        assert codes == expected[3]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return written(tmp_path / "checkpoint", "compressed_channel", "qwen3", num_hidden_layers=2, vocab_size=VOCABULARY)
+
+
+def test_adapters_train_on_a_checkpoint_in_8_bits(ranks, tmp_path, checkpoint):
+    """As on a base of the same values; stopped and resumed, too."""
+    options = {"checkpoint": checkpoint, "mode": "adapters"}
+    runs = {"whole": {}, "plain": {"plain": "rowwise"}, "resumed": {"resume": True}}
+    whole, plain, resumed = (
+        ranks.run(
+            2, trainer_cases.pretrained_by_trainer, timeout=300, folder=str(tmp_path / name), **options, **runs[name]
+        )
+        for name in runs
+    )
+    assert [kept for _, kept, _ in whole] == [14, 14]
+    assert [kept for _, kept, _ in plain] == [0, 0]
+    for (losses, _, adapters), theirs, again in zip(whole, plain, resumed, strict=True):
+        assert losses == theirs[0] == again[0]
+        assert len(set(losses)) == 4
+        assert adapters == theirs[2] == again[2]
+        assert all(any(x) for name, x in adapters.items() if "lora_B" in name)
+
+
+def test_all_weights_of_a_checkpoint_in_8_bits_train_by_the_trainers_own_optimizer(ranks, tmp_path, checkpoint):
+    """And a resumed run ends with the bits of one that was not stopped."""
+    whole, resumed = (
+        ranks.run(
+            2, trainer_cases.pretrained_by_trainer, timeout=300, checkpoint=checkpoint, mode="full", resume=resume,
+            folder=str(tmp_path / str(resume)),
+        )
+        for resume in (False, True)
+    )  # fmt: skip
+    for (losses, kept, stuck, codes), expected in zip(resumed, whole, strict=True):
+        assert kept == 14
         assert [name for name in stuck if "scale" not in name] == []
         assert losses == expected[0]
         assert len(set(losses)) == 4

@@ -104,15 +104,55 @@ def test_torch_steps_weights_directly_and_warns(name, counts):
     assert torch.stack(losses).isfinite().all()
 
 
-def test_one_operation_rounds_the_exact_step():
+def test_one_operation_rounds_the_exact_step_up_or_down_at_random():
+    """Each weight of an optimizer, and each step, by bits of its own: the mean of many is the exact value."""
+    start = stored_model("rowwise")[0].weight
+    weights = [torch.nn.Parameter(start.detach().clone()) for _ in range(64)]
+    gradient = torch.randn(start.shape, generator=torch.Generator().manual_seed(0))
+    for weight in weights:
+        weight.grad = gradient.clone()
+    torch.optim.SGD(weights, lr=0.01).step()
+    expected = start.detach().dequantize() - 0.01 * gradient
+    found = torch.stack([weight.detach().dequantize() for weight in weights])
+    spec = stored_part(start).spec
+    nearest = tritonfp8.dequantize(tritonfp8.quantize(expected, spec))
+    assert (found == nearest).all(0).float().mean() < 0.1
+    # A code is at most a spacing away, an eighth of the value.
+    assert ((found - expected).abs() <= expected.abs() / 8 + expected.abs().amax(1, keepdim=True) * 2**-15).all()
+    error, of_one, of_nearest = ((x - expected).square().mean().sqrt() for x in (found.mean(0), found[0], nearest))
+    assert error < of_one / 6
+    assert error < of_nearest / 3
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_each_step_has_random_bits_of_its_own(kind):
+    weight = stored_model("rowwise")[0].weight
+    start, optimizer, found = weight.detach().dequantize().clone(), kind([weight], lr=1e-4), []
+    for _ in range(2):
+        weight.grad = torch.ones(weight.shape)
+        optimizer.step()
+        found.append(weight.detach().dequantize() != start)
+        weight.data = start
+    once, again = found
+    assert min(once.sum(), again.sum()) > 20
+    assert (once & again).sum() < 0.7 * once.sum()
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_a_resumed_run_goes_on_to_the_bit(name):
+    """Also of an optimizer that counts no steps; each step has random bits of its own."""
+    optimizer, options = DIRECT[name]
     model = stored_model("rowwise")
-    weight = model[0].weight
-    expected = weight.detach().dequantize()
-    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    torch.optim.SGD([weight], lr=0.1).step()
-    expected.add_(weight.grad, alpha=-0.1)
-    rounded = tritonfp8.dequantize(tritonfp8.quantize(expected, stored_part(weight).spec))
-    assert_bitwise_equal([weight.dequantize()], [rounded])
+    stepper = optimizer(model.parameters(), **options)
+    train(model, stepper, 2)
+    saved = copy.deepcopy((model.state_dict(), stepper.state_dict()))
+    losses = train(model, stepper, 2)
+    again = stored_model("rowwise")
+    other = optimizer(again.parameters(), **options)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    assert_bitwise_equal(train(again, other, 2), losses)
+    assert_bitwise_equal(codes(again), codes(model))
 
 
 def test_steps_that_change_nothing_are_counted(counts):

@@ -232,6 +232,16 @@ def is_called_by(module: str, dispatch: FrameType | None) -> bool:
     return caller is not None and caller.f_globals.get("__name__") == module
 
 
+def merges_adapters(frame: FrameType | None) -> bool:
+    """Whether peft, to merge adapters or take them out, called the code of this frame, by way of torch or not."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package == "peft" and frame.f_code.co_name.lstrip("_").startswith(("merge", "unmerge")):
+            return True
+        frame = frame.f_back if package in ("peft", "torch", "tritonfp8") else None
+    return False
+
+
 def has_cudnn_attention() -> bool:
     """Whether torch has cuDNN's gradient of attention as an op, and cuDNN to run it."""
     return (

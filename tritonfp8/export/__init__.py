@@ -19,7 +19,7 @@ report               ExportReport and LoadReport
 
 from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat, checkpoint_format
 from tritonfp8.export.configs import specs_of
-from tritonfp8.export.files import Stored
+from tritonfp8.export.files import CONFIG, ENTRY, INSIDE, OURS, Stored
 from tritonfp8.export.matching import CODES, check_names, check_patterns, matches, patterns_of
 from tritonfp8.export.reading import load, load_any, load_tensors
 from tritonfp8.export.report import ExportedLayer, ExportReport, LoadedLayer, LoadReport

@@ -18,6 +18,8 @@ from tritonfp8.specs.naming import listed
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, QUANTIZATION_CONFIG, GENERATION_CONFIG = "config.json", "quantization_config.json", "generation_config.json"
 ENTRY = "quantization_config"
+# The quant_method by which transformers hands a checkpoint to tritonfp8, and the entry with the config that it had.
+OURS, INSIDE = "tritonfp8", "checkpoint"
 # ModelOpt writes it beside a config.json that does not speak of it.
 MODELOPT_CONFIG = "hf_quant_config.json"
 _MISSING = f"neither {CONFIG} with an entry {ENTRY!r}, nor {QUANTIZATION_CONFIG}"
@@ -40,6 +42,38 @@ class Stored(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class LoadedFrom(NamedTuple):
+    """The folder of the checkpoint that a model was loaded from, and the patterns of ``ignore``."""
+
+    folder: Path
+    ignore: tuple[str, ...]
+
+
+# An attribute of a model.
+_SOURCE = "_tritonfp8_source"
+
+
+def remember(model: Any, folder: Path, ignore: Iterable[str]) -> None:
+    """Note that a model was loaded from a folder, for :func:`source_of`."""
+    model.__dict__[_SOURCE] = LoadedFrom(folder.absolute(), tuple(ignore))
+
+
+def source_of(model: Any) -> LoadedFrom:
+    """Where a model was loaded from. Raises ValueError if tritonfp8 did not load it, or the folder is gone."""
+    source: LoadedFrom | None = model.__dict__.get(_SOURCE)
+    if source is None:
+        raise ValueError(
+            "the model was not loaded by tritonfp8.export.load or from_pretrained, so it has no format to go on in: "
+            "give format="
+        )
+    if not source.folder.is_dir():
+        raise ValueError(
+            f"{source.folder}, from which the model was loaded, is gone, and weights that did not change are copied "
+            "from it: put it back, or give format="
+        )
+    return source
 
 
 def written_before(folder: Path) -> list[str]:
@@ -73,6 +107,8 @@ def find_config(folder: Path) -> dict[str, Any] | None:
             continue
         data = _read_json(folder / name)
         config = data.get(ENTRY) if name == CONFIG else data
+        if isinstance(config, dict) and config.get("quant_method") == OURS:
+            config = config.get(INSIDE)
         if config is not None:
             if not isinstance(config, dict):
                 raise ValueError(f"{ENTRY} of {folder / name} must be a JSON object; got {type(config).__name__}")

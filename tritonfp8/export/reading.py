@@ -27,6 +27,7 @@ from tritonfp8.export.files import (
     headers_of,
     opened_all,
     read_config,
+    remember,
     stored_tensors,
 )
 from tritonfp8.export.matching import Match, Placed, match, patterns_of
@@ -104,13 +105,21 @@ def load_any(model: nn.Module, root: Path, device: torch.device) -> LoadReport:
 def _load(
     model: nn.Module, root: Path, config: dict[str, Any] | None, patterns: Collection[str], device: torch.device
 ) -> LoadReport:
-    found, static = ([], ()) if config is None else (groups(config), scales_of_activations(config))
     stored = stored_tensors(root)
-    matched = _matched(model, stored, found, patterns, static)
+    matched = matched_with(model, stored, config, patterns)
     with opened_all(root, stored) as read:
         _check_scales(matched.jobs, read)
-        filled = _fill_all(_prepared(matched.jobs, read, device))
+        filled = _fill_all(prepared(matched.jobs, read, device))
+    remember(model, root, patterns)
     return _report(model, matched, filled, 2)
+
+
+def matched_with(
+    model: nn.Module, stored: Mapping[str, Stored], config: dict[str, Any] | None, patterns: Collection[str]
+) -> Match:
+    """Which tensor of a checkpoint with this quantization config goes where. Raises as :func:`load`."""
+    found, static = ([], ()) if config is None else (groups(config), scales_of_activations(config))
+    return _matched(model, stored, found, patterns, static)
 
 
 def load_tensors(
@@ -148,9 +157,9 @@ def load_tensors(
     given = given_tensors(tensors)
     matched = _matched(model, headers_of(given), found, patterns)
     _check_scales(matched.jobs, given.__getitem__)
-    prepared = list(_prepared(matched.jobs, given.__getitem__, torch.device(device)))
+    ready = list(prepared(matched.jobs, given.__getitem__, torch.device(device)))
     with uninterrupted():
-        filled = _fill_all(prepared)
+        filled = _fill_all(ready)
     return _report(model, matched, filled, 1)
 
 
@@ -190,7 +199,7 @@ def _scale(job: Placed, read: Read) -> Tensor:
     return x.view(scales.dtype) if scales.exponent_only else x.to(scales.dtype)
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """A tensor as its place takes it, read by one job or by one a matrix of experts.
 
     ``source`` is its codes, or a text for the report; of experts also None, if no weight has their codes together.
@@ -209,7 +218,7 @@ def _check_scales(jobs: Iterable[Placed], read: Read) -> None:
             job.row.check_scale(str(job.scale), _scale(job, read), job.layer)
 
 
-def _prepared(jobs: list[Placed], read: Read, device: torch.device) -> Iterator[_Prepared]:
+def prepared(jobs: list[Placed], read: Read, device: torch.device) -> Iterator[Prepared]:
     """What goes into each place, file by file; experts last."""
     stacks: dict[int, list[Placed]] = {}
     for job in sorted(jobs, key=lambda job: job.stored.file):
@@ -217,17 +226,17 @@ def _prepared(jobs: list[Placed], read: Read, device: torch.device) -> Iterator[
             stacks.setdefault(id(job.place), []).append(job)
             continue
         x, source = _values(job, read, device)
-        yield _Prepared([job], _kept(job.place.tensor, source, x), source)
+        yield Prepared([job], _kept(job.place.tensor, source, x), source)
     for stack in stacks.values():
         yield _prepared_stack(stack, read, device)
 
 
-def _fill_all(prepared: Iterable[_Prepared]) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
+def _fill_all(found: Iterable[Prepared]) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
     """Put all into their places. Returns the layers and the other tensors of the report."""
     layers: dict[str, LoadedLayer] = {}
     copied: dict[str, str] = {}
     filled: dict[int, Tensor] = {}
-    for jobs, x, source, is_exact in prepared:
+    for jobs, x, source, is_exact in found:
         job = jobs[0]
         if id(job.place) in filled:
             _check_tied(job, filled[id(job.place)], x)
@@ -296,11 +305,10 @@ def _kept(target: Tensor, made_from: Quantized | str, x: Tensor) -> Tensor:
     part = stored_part(target)
     if part is None or not isinstance(made_from, Quantized):
         return x
-    if (spec := _kept_spec(made_from.scale, made_from.spec, target)) is not None:
-        is_transposed = isinstance(part, StoredWeight) and part.is_transposed
-        kind = StoredMatrices if x.ndim == 3 else StoredWeight
-        return kind(made_from.qdata, made_from.scale, spec, target.dtype, is_transposed)
-    return x
+    if (spec := _kept_spec(made_from.scale, made_from.spec, target)) is None:
+        return x
+    kind, is_transposed = StoredMatrices if x.ndim == 3 else StoredWeight, getattr(part, "is_transposed", False)
+    return kind(made_from.qdata, made_from.scale, spec, target.dtype, is_transposed)
 
 
 def _kept_spec(scale: Tensor, spec: QuantSpec, target: Tensor) -> QuantSpec | None:
@@ -319,7 +327,7 @@ def _are_powers(scale: Tensor) -> bool:
     return bool((torch.frexp(scale.float()).mantissa == 0.5).all())
 
 
-def _prepared_stack(jobs: list[Placed], read: Read, device: torch.device) -> _Prepared:
+def _prepared_stack(jobs: list[Placed], read: Read, device: torch.device) -> Prepared:
     """A weight of experts from the matrices of all experts: in codes, unless a block would have rows of two."""
     target = jobs[0].place.tensor
     made = _stacked_codes(jobs, read, device)
@@ -329,7 +337,7 @@ def _prepared_stack(jobs: list[Placed], read: Read, device: torch.device) -> _Pr
         x, is_exact = StoredMatrices(made._qdata, made._scale, spec, target.dtype), True
     else:
         x, is_exact = made.dequantize(), _are_powers(made._scale)
-    return _Prepared(jobs, x, made, is_exact)
+    return Prepared(jobs, x, made, is_exact)
 
 
 def _stacked_values(jobs: list[Placed], read: Read, device: torch.device) -> tuple[Tensor, bool]:
@@ -360,16 +368,13 @@ def _stacked_codes(jobs: list[Placed], read: Read, device: torch.device) -> Stor
     if spec is None or specs or target.dtype not in DTYPES:
         return None
     parts = [job.part for job in jobs if job.part is not None]
-    found_rows = {rows_of_block(spec, part) for part in parts}
-    if None in found_rows:
+    rows = min((rows_of_block(spec, part) or 0 for part in parts), default=0)
+    if not rows:
         return None
-    rows = found_rows.pop()
-    assert rows is not None
     to = _device_of(target, device)
     qdata = torch.empty(experts, *spec.qdata_shape((n, k)), dtype=FORMATS[spec.format].dtype, device=to)
-    scale = torch.empty(
-        experts, *scale_shape((n, k), spec.block), dtype=SCALE_FORMATS[spec.scale_format].dtype, device=to
-    )
+    sizes = experts, *scale_shape((n, k), spec.block)
+    scale = torch.empty(sizes, dtype=SCALE_FORMATS[spec.scale_format].dtype, device=to)
     for job, part in zip(jobs, parts, strict=True):
         found = Quantized(read(job.name).to(to), _scale(job, read).to(to), spec)
         qdata[part.expert, part.start : part.stop].view(torch.uint8).copy_(found.qdata.view(torch.uint8))

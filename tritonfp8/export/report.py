@@ -155,14 +155,19 @@ def loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLay
 
 
 def loaded_experts(
-    owner: Any, shown: str, weight: Tensor, read: StoredMatrices | Quantized | str | None, values: Tensor, exact: bool
+    owner: Any,
+    shown: str,
+    weight: Tensor,
+    read: StoredMatrices | Quantized | str | None,
+    values: Tensor,
+    is_exact: bool,
 ) -> LoadedLayer:
     """As :func:`loaded`; ``values`` were read, in the dtype of the parameter."""
     spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
     if spec is None or weight.dtype not in DTYPES:
         return LoadedLayer(shown, None)
     again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec, owner.is_transposed)
-    return _with_rounded(_loaded_layer(shown, again, read, values, exact), owner, weight)
+    return _with_rounded(_loaded_layer(shown, again, read, values, is_exact), owner, weight)
 
 
 def _with_rounded(found: LoadedLayer, owner: Any, weight: Tensor) -> LoadedLayer:

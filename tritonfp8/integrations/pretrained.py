@@ -50,8 +50,8 @@ def from_pretrained(
             one scale a weight, and for checkpoints in high precision.
         train: None to generate: eval mode, all parameters frozen. ``"adapters"``: frozen, in training mode, for
             adapters such as peft's. ``"full"``: all parameters train. Stored weights have no copy in high precision
-            and count as float32, so ``dtype`` is float32; experts are not stored then. Step them by
-            :class:`tritonfp8.optim.AdamW`, which rounds at random; compute in bfloat16 by autocast.
+            and count as float32, so ``dtype`` is float32; experts are not stored then. Any optimizer of torch rounds at
+            random, and :class:`tritonfp8.optim.AdamW` once a step; compute in bfloat16 by autocast.
         dtype: of parameters that are not stored. Default: as the config says, float32 for ``"full"``.
         device: where the model is made.
         **changes: to attributes of the config, such as ``attn_implementation``.
@@ -59,30 +59,47 @@ def from_pretrained(
     Returns:
         The model, of the class that the config names. It has no ``quantization_config``: for transformers it is a model
         in high precision, which trains, and which ``save_pretrained`` writes in high precision.
-        :func:`tritonfp8.export.save` writes codes.
+        :func:`tritonfp8.export.save` without a format writes the format of the checkpoint.
 
     Raises:
         ValueError: as :func:`tritonfp8.export.load`; an unknown ``train`` or recipe, a ``dtype`` that ``"full"`` does
             not have, or a config that names no class of transformers.
     """
+    root = _local(folder)
+    config = AutoConfig.from_pretrained(root, **changes)
+    model = loaded(root, config, _class_of(config), recipe, train, dtype, torch.device(device))
+    model.config.name_or_path = model.name_or_path = str(folder)
+    return model
+
+
+def loaded(
+    root: Path,
+    config: PretrainedConfig,
+    made_of: Any,
+    recipe: str | Recipe | None,
+    train: object,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Any:
+    """A model of this class and config from the checkpoint in ``root``; see :func:`from_pretrained`."""
     require("train", train, TRAIN)
     if train == "full" and dtype not in (None, torch.float32):
         raise ValueError(f"train='full' steps weights that count as float32: leave out dtype; got {dtype}")
-    root = _local(folder)
-    config = AutoConfig.from_pretrained(root, **changes)
     config.__dict__.pop("quantization_config", None)
     chosen = recipes.get(recipe or _recipe_of(specs_of(root)))
-    model = _on_meta(config, chosen, torch.float32 if train == "full" else dtype or config.dtype or torch.float32)
+    in_high = torch.float32 if train == "full" else dtype or config.dtype or torch.float32
+    with init_empty_weights(include_buffers=False), quantized_init(chosen):
+        model = made_of._from_config(config, dtype=in_high)
+    # accelerate gives each name a tensor of its own.
+    model.tie_weights()
     if train == "full":
         _give_back_experts(model)
-    report = load_any(model, root, torch.device(device))
-    log.info("%s as %s: %s", folder, chosen.name, report)
+    log.info("%s as %s: %s", root, chosen.name, load_any(model, root, device))
     model.to(device).requires_grad_(train == "full")
     if train == "full":
         convert(model, chosen, weight_storage="quantized")
     if (root / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(root)
-    model.config.name_or_path = model.name_or_path = str(folder)
     return model.train(train is not None)
 
 
@@ -107,8 +124,7 @@ def _recipe_of(specs: list[QuantSpec]) -> str:
     return RECIPES[0]
 
 
-def _on_meta(config: PretrainedConfig, recipe: Recipe, dtype: torch.dtype) -> Any:
-    """The model on the meta device, buffers in memory."""
+def _class_of(config: PretrainedConfig) -> Any:
     names = getattr(config, "architectures", None) or [""]
     made_of = getattr(transformers, names[0], None)
     if made_of is None:
@@ -116,11 +132,7 @@ def _on_meta(config: PretrainedConfig, recipe: Recipe, dtype: torch.dtype) -> An
             f"config.json must name a class of transformers in 'architectures'; got {names[0] or 'none'}. A model with "
             "code of its own is made inside of tritonfp8.quantized_init, and filled by tritonfp8.export.load"
         )
-    with init_empty_weights(include_buffers=False), quantized_init(recipe):
-        model = made_of._from_config(config, dtype=dtype)
-    # accelerate gives each name a tensor of its own.
-    model.tie_weights()
-    return model
+    return made_of
 
 
 def _give_back_experts(model: nn.Module) -> None:

@@ -30,6 +30,7 @@ except ImportError as error:
 from tritonfp8.conversion import ConversionReport, bare, convert
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.integrations.pretrained import from_pretrained as from_pretrained
+from tritonfp8.integrations.quantizer import StoredWeightsConfig as StoredWeightsConfig
 from tritonfp8.layers.linear import is_converted
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import Recipe

@@ -9,37 +9,21 @@ import pytest
 import torch
 import transformers
 from checkpoints import EXPERTS, WHOLE, model_of
-from transformers import Trainer, TrainingArguments
+from pretrained_cases import FORMATS, IDS, train, values, written
 
 import tritonfp8
 from tritonfp8.export import reading
 from tritonfp8.integrations.transformers import from_pretrained
-from tritonfp8.layers.stored import is_stored, plain_weight, stored_part
+from tritonfp8.layers.stored import is_stored, stored_part
 from tritonfp8.optim import AdamW
-
-# By format the recipe that writes it, and the recipe that reads its codes.
-FORMATS = {
-    "fine_grained": ("blockwise", "blockwise"), "compressed_block": ("blockwise", "blockwise"),
-    "compressed_channel": ("rowwise", "rowwise"), "compressed_tensor": ("tensorwise", "rowwise"),
-    "compressed_mxfp8": ("mxfp8", "mxfp8"), None: (None, "rowwise"),
-}  # fmt: skip
-IDS = torch.arange(3, 19).view(2, 8)
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
     """Writes a checkpoint and returns its folder."""
 
-    def write(format, kind="qwen3", sizes=WHOLE, **options):
-        model = model_of(kind, sizes, dtype=torch.bfloat16, **options)
-        if format is None:
-            model.save_pretrained(tmp_path / "it", max_shard_size="100KB" if sizes["hidden_size"] < 512 else "50MB")
-        else:
-            tritonfp8.convert(model, FORMATS[format][0])
-            tritonfp8.export.save(
-                model, tmp_path / "it", format, max_shard_bytes=100_000 if sizes["hidden_size"] < 512 else 50_000_000
-            )
-        return tmp_path / "it"
+    def write(format, *args, **options):
+        return written(tmp_path / "it", format, *args, **options)
 
     return write
 
@@ -47,23 +31,6 @@ def checkpoint(tmp_path):
 def logits(model):
     with torch.no_grad():
         return model.eval()(IDS).logits
-
-
-def values(model):
-    return {name: plain_weight(parameter.detach()).clone() for name, parameter in model.named_parameters()}
-
-
-def train(model, folder, optimizer=None, steps=10):
-    """Ten steps of the real Trainer. Returns the losses."""
-    arguments = TrainingArguments(
-        output_dir=folder, max_steps=steps, per_device_train_batch_size=2, lr_scheduler_type="constant",
-        logging_steps=1, learning_rate=1e-2, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", seed=0,
-    )  # fmt: skip
-    rows = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(0)).tolist()
-    data = [{"input_ids": row, "labels": row} for row in rows * steps]
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None))
-    trainer.train()
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -94,13 +61,14 @@ def test_the_recipe_that_reads_the_codes(checkpoint, caplog, kind, sizes, format
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("kind", "sizes"), [("llama", WHOLE), ("moe", EXPERTS)])
-def test_all_weights_train_in_the_trainer(checkpoint, tmp_path, kind, sizes, format):
+@pytest.mark.parametrize("ours", [True, False], ids=["our AdamW", "the Trainer's AdamW"])
+def test_all_weights_train_in_the_trainer(checkpoint, tmp_path, ours, kind, sizes, format):
     model = from_pretrained(checkpoint(format, kind, sizes), train="full")
     before = values(model)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     of_experts = [m for m in model.modules() if hasattr(m, "recipe") and not is_stored(m)]
     assert len(of_experts) == (model.config.num_hidden_layers if kind == "moe" else 0)
-    losses = train(model, tmp_path / "out", AdamW(model.parameters(), lr=1e-2))
+    losses = train(model, tmp_path / "out", AdamW(model.parameters(), lr=1e-2) if ours else None)
     assert losses[-1] < losses[0]
     assert [name for name, x in values(model).items() if torch.equal(x, before[name])] == []
     assert sum(stored_part(p) is not None for p in model.parameters()) >= 4
@@ -118,28 +86,6 @@ def test_adapters_train_in_the_trainer(checkpoint, tmp_path, kind, sizes, format
     assert losses[-1] < losses[0]
     moved = {name for name, x in values(model).items() if not torch.equal(x, before[name])}
     assert moved == {name for name in before if "lora_" in name}
-
-
-@pytest.mark.parametrize("format", ["fine_grained", "compressed_channel", "compressed_mxfp8"])
-@pytest.mark.parametrize(("kind", "sizes"), [("llama", WHOLE), ("moe", EXPERTS)])
-def test_adapters_train_to_the_bits_of_a_plain_base(checkpoint, tmp_path, kind, sizes, format):
-    """In float32, through every layer: the plain model has the values, and quantizes them in each forward."""
-    folder, found = checkpoint(format, kind, sizes), []
-    for base in (
-        from_pretrained(folder, train="adapters", dtype=torch.float32),
-        model_of(kind, sizes, 1, torch.float32),
-    ):
-        if not any(map(is_stored, base.modules())):
-            tritonfp8.export.load(base, folder)
-            tritonfp8.convert(base, FORMATS[format][1])
-        torch.manual_seed(0)
-        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-        losses = train(model, tmp_path / str(len(found)))
-        found.append((losses, {name: x for name, x in values(model).items() if "lora_" in name}))
-    (losses, adapters), (expected, theirs) = found
-    assert losses == expected
-    assert len(set(losses)) > 3
-    assert all(torch.equal(x, theirs[name]) for name, x in adapters.items())
 
 
 def test_supervised_fine_tuning_of_trl(checkpoint, tmp_path):

@@ -195,6 +195,41 @@ def stored_by_trainer(mesh, recipe, folder, resume):
     return _of_codes(losses, kept, before, after)
 
 
+def pretrained_by_trainer(mesh, checkpoint, folder, mode, resume=False, plain=None):
+    """As :func:`lora_by_trainer` or :func:`stored_by_trainer`, of a checkpoint, by the Trainer's own optimizer.
+
+    Args:
+        mesh, folder: as there.
+        checkpoint: the folder of a checkpoint of Qwen3 in 8 bits.
+        mode: ``train`` of ``from_pretrained``.
+        resume: whether the run is stopped after the half, and goes on.
+        plain: a recipe; then the base has the same values in float32, and quantizes them.
+    """
+    import peft
+
+    from tritonfp8.integrations.transformers import from_pretrained
+
+    act_as_launched()
+    program = Program(**{**SMALL, "steps": 4, "dtype": "float32", "learning_rate": 1e-3, "resume": True})
+    losses = []
+    for index, steps in enumerate((2, 4) if resume else (4,)):
+        model = from_pretrained(checkpoint, train=mode, dtype=torch.float32)
+        if plain is not None:
+            tritonfp8.revert(model)
+            tritonfp8.convert(model, plain)
+        before = contents(model)
+        if mode == "adapters":
+            torch.manual_seed(0)
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "up_proj"]))
+        trainer = trainer_of(program, model, folder, steps, losses, [])
+        trainer.train(resume_from_checkpoint=index > 0 or None)
+        model = trainer.model
+        kept = sum(map(is_stored, model.modules()))
+        after, adapters = contents(model), _adapters(model)
+        reset()
+    return (losses, kept, adapters) if mode == "adapters" else _of_codes(losses, kept, before, after)
+
+
 def stored_by_accelerate(mesh, recipe, folder, resume):
     """As :func:`stored_by_trainer`, of a loop with accelerate that saves and loads its state."""
     act_as_launched()

@@ -1,6 +1,9 @@
 """The faults about codes that are taken for values, as arguments of ``Mutant``."""
 
 _CODES = ("tests/layers/test_codes.py",)
+_WRITING = "tritonfp8/export/writing.py"
+_SAME_FORMAT = "tests/clients/models/test_same_format.py"
+_AUTO_MODEL = "tests/clients/models/test_auto_model.py"
 _PRETRAINED = "tests/clients/models/test_pretrained.py"
 
 FAULTS = (
@@ -48,8 +51,8 @@ FAULTS = (
     ),
     (
         "tritonfp8/export/reading.py",
-        "prepared = list(_prepared(matched.jobs, given.__getitem__, torch.device(device)))",
-        "prepared = _prepared(matched.jobs, given.__getitem__, torch.device(device))",
+        "ready = list(prepared(matched.jobs, given.__getitem__, torch.device(device)))",
+        "ready = prepared(matched.jobs, given.__getitem__, torch.device(device))",
         "a NaN in the last weight of a stream is found when the weights before it are new",
         ("tests/export/test_stream.py", "-k", "error"),
     ),
@@ -80,5 +83,40 @@ FAULTS = (
         "model.to(device)",
         "a base trains beside its adapters",
         (_PRETRAINED, "-k", "reads_the_codes and fine_grained and qwen3"),
+    ),
+    (
+        _WRITING,
+        "            before = now.of_values(before)\n",
+        "            pass\n",
+        "codes that the load rounded again count as trained, and are written as they were rounded",
+        (_SAME_FORMAT, "-k", "rounded_again and llama"),
+    ),
+    (
+        _WRITING,
+        'row = replace(row, spec=replace(row.spec, scale_rounding="pow2"))',
+        "row = replace(row)",
+        "codes of a trained weight are rounded a second time where a checkpoint is written in its own format",
+        (_SAME_FORMAT, "-k", "rounded_once and llama"),
+    ),
+    (
+        _WRITING,
+        "if not torch.equal(_cut(now, job), _cut(before, job)):",
+        "if not torch.equal(now, before):",
+        "a trained expert has all experts of its layer written again",
+        (_SAME_FORMAT, "-k", "one_expert"),
+    ),
+    (
+        _WRITING,
+        'if key.startswith("_") or key in _SET_BY_OTHERS or',
+        "if",
+        "the dtype that a model computes in gets into the config of its checkpoint",
+        (_SAME_FORMAT, "-k", "to_the_bit and full"),
+    ),
+    (
+        "tritonfp8/integrations/quantizer.py",
+        "        vars(model).update(vars(found))\n",
+        "        vars(model).update(vars(found.bfloat16()))\n",
+        "AutoModel gives weights in another dtype than from_pretrained",
+        (_AUTO_MODEL, "-k", "one_of_from_pretrained and full"),
     ),
 )

@@ -5,9 +5,46 @@ _UPDATE = "tritonfp8/layers/stored/update.py"
 _BASE = "tritonfp8/layers/stored/base.py"
 _WRITES = "tests/layers/stored/test_writes.py"
 _READS = "tests/layers/stored/test_reads.py"
+_ADAPTERS = "tests/clients/models/test_adapters.py"
+_MASTERS = "tests/optim/test_masters.py"
 _PARAMETER = "tests/layers/stored/test_as_parameter.py"
 
 FAULTS = (
+    (
+        _DIRECT,
+        "            group[_STEPS] = group.get(_STEPS, 0) + 1\n",
+        "            pass\n",
+        "SGD rounds each step by the same random bits",
+        (_MASTERS, "-k", "bits_of_its_own"),
+    ),
+    (
+        _DIRECT,
+        "setattr(part._qdata, STEP, StepOfWeight(number, position))",
+        "pass",
+        "the codes that an optimizer of torch gives depend on the mesh, and on when a run was stopped",
+        (_MASTERS, "-k", "resumed_run"),
+    ),
+    (
+        _DIRECT,
+        "        refuse_merging(_base(x))\n",
+        "",
+        "peft merges adapters into the codes of a frozen base through a view",
+        (_ADAPTERS, "-k", "merges and SUPERTUNING"),
+    ),
+    (
+        "tritonfp8/layers/stored/weight.py",
+        "                refuse_merging(first)\n",
+        "",
+        "peft merges adapters into the codes of a frozen base by a copy",
+        (_ADAPTERS, "-k", "merges and OFT"),
+    ),
+    (
+        "tritonfp8/layers/stored/weight.py",
+        "        refuse_merging(self)\n",
+        "",
+        "peft merges adapters into the codes of a frozen base by new data",
+        (_ADAPTERS, "-k", "merges and IA3"),
+    ),
     (
         "tritonfp8/layers/stored/rows.py",
         "exponents = exponents.repeat_interleave(rows, 0)[: qdata.shape[0]]",
@@ -52,8 +89,8 @@ FAULTS = (
     ),
     (
         _DIRECT,
-        "        self.writes += 1\n",
-        "",
+        "        self.writes += 1\n        before",
+        "        before",
         "a write outside of an optimizer is not counted",
         (_WRITES, "-k", "counted"),
     ),

@@ -70,6 +70,11 @@ def in_an_empty_folder(mesh):
     return {"tritonfp8": tritonfp8, "model": Mlp(), "before": before}
 
 
+def empty(mesh):
+    names = in_an_empty_folder(mesh)
+    return {name: names[name] for name in ("tritonfp8", "before")}
+
+
 def check_file(names):
     os.chdir(names["before"])
     assert recipes_of(names["model"]) == {"rowwise_fast"}
@@ -362,7 +367,8 @@ CASES = {
     "experts.md-2": Case(checks.stored_mixture, checks.check_stored_mixture, ranks=False),
     "experts.md-3": Case(checks.sharded_mixture, checks.check_sharded_mixture),
     "export.md-0": Case(exported, check_exported, ranks=False),
-    "export.md-1": Case(checks.generating, checks.check_generating, ranks=False),
+    "export.md-1": Case(lambda mesh: checks.saved(trainer(mesh) | empty(mesh)), checks.check_written, ranks=False),
+    "export.md-2": Case(checks.generating, checks.check_generating, ranks=False),
     "rollout.md-0": Case(checks.an_engine, checks.check_engine, ranks=False),
     "rollout.md-1": Case(checks.an_engine, checks.check_engine),
     "health.md-0": Case(watched, check_watched, ranks=False),
@@ -370,10 +376,9 @@ CASES = {
     "reinforcement.md-0": Case(rollout_models.given, rollout_models.check_trained, ranks=False),
     "reinforcement.md-1": Case(rollout_models.exact_given, rollout_models.check_exact, ranks=False),
     "transformers.md-0": Case(trainer, check_trainer, ranks=False),
-    "transformers.md-1": Case(
-        lambda mesh: checks.saved(in_an_empty_folder(mesh) | with_lora(mesh)), checks.check_saved, False
-    ),
-    "transformers.md-2": Case(accelerated, check_fsdp),
+    "transformers.md-1": Case(lambda mesh: checks.saved(empty(mesh) | with_lora(mesh)), checks.check_saved, False),
+    "transformers.md-2": Case(lambda mesh: checks.saved(empty(mesh) | with_lora(mesh)), checks.check_auto, False),
+    "transformers.md-3": Case(accelerated, check_fsdp),
     "verify.md-0": Case(verified, checks.check_verified, ranks=False),
     "verify.md-1": Case(verified, checks.check_step, ranks=False),
     "lightning.md-0": Case(lightning_trainer, check_trainer, ranks=False),

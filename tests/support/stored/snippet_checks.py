@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -213,3 +214,17 @@ def check_saved(names):
     assert trained
     assert all("lora_" in name for name in trained)
     assert any(is_stored(module) for module in names["base"].modules())
+
+
+def check_auto(names):
+    os.chdir(names["before"])
+    assert names["model"].training
+    assert any(is_stored(module) for module in names["model"].modules())
+
+
+def check_written(names):
+    assert sorted(os.listdir("out")) == sorted(os.listdir("checkpoint"))
+    before, after = (Path(folder, "model.safetensors").read_bytes() for folder in ("checkpoint", "out"))
+    assert len(before) == len(after)
+    assert before != after
+    os.chdir(names["before"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,8 @@ OVERWRITES = {
 """Operations that read nothing of what they write: all values are new, so each is rounded to the nearest code."""
 TRAINED = "_tritonfp8_trained"
 """An attribute of the codes of aliases and copies of a weight that requires a gradient, such as ``weight.data``."""
+STEP = "_tritonfp8_step"
+"""An attribute of the codes of a weight while an optimizer steps it: a :class:`StepOfWeight`."""
 STORED = "a weight that is stored in 8 bits"
 _COPIES = {aten.copy_.default, torch_private.foreach_copy}
 # A step of trunc_normal_ up to torch 2.11: a value that was rounded to 1 in the step before would become infinite.
@@ -67,6 +70,32 @@ class DirectSteps:
     share: float = 0.0
     writes: int = 0
     unchanged_writes: int = 0
+
+
+# A number of steps in the groups of an optimizer, which are a part of its state_dict: SGD has no other.
+_STEPS = "tritonfp8_steps"
+
+
+class StepOfWeight:
+    """A step of an optimizer, whose operations on a weight round at random.
+
+    The random bits depend on the number of the step, the position of the weight in the optimizer, and the operation: a
+    run that goes on from a checkpoint gets the same ones, on any mesh.
+
+    Attributes:
+        writes: the operations so far.
+    """
+
+    def __init__(self, number: Any, position: int) -> None:
+        self._number, self._position, self.writes = number, position, 0
+
+    def keys(self, device: torch.device) -> Tensor:
+        """The keys of the random bits of the next operation, int32 ``[2]``."""
+        # The host does not read a tensor on the device.
+        number = self._number if isinstance(self._number, Tensor) else torch.tensor(self._number)
+        steps, weights = number.to(device, torch.float64).reshape(1), torch.full((1,), self._position, device=device)
+        self.writes += 1
+        return ops.rounding_keys(self.writes, steps, weights)[0]
 
 
 class _Counts:
@@ -110,10 +139,10 @@ class _Counts:
         )
         if self.steps == 1:
             warnings.warn(
-                f"{type(optimizer).__name__} writes to weights that are stored in 8 bits, and each change is rounded "
-                f"to nearest: at most {100 * self.share:.2f} % of their codes changed in this step. Use "
-                f"tritonfp8.optim.AdamW, or tritonfp8.optim.with_masters({type(optimizer).__name__}). "
-                "tritonfp8.optim.direct_steps() counts the steps that change nothing",
+                f"{type(optimizer).__name__} writes to weights that are stored in 8 bits, and each of its operations "
+                f"computes their values and rounds at random: at most {100 * self.share:.2f} % of their codes changed "
+                "in this step. tritonfp8.optim.AdamW rounds once a step and has no values in memory; "
+                f"tritonfp8.optim.with_masters({type(optimizer).__name__}) steps values in float32",
                 stacklevel=2,
             )
 
@@ -122,11 +151,11 @@ _counts = _Counts()
 # The DTensor of each part that an optimizer steps, by id of the part: an operation on a part does not know with which
 # ranks it shares scales.
 _owners: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-_writers: list[Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]] = []
+_writers: list[Callable[[Sequence[Tensor], Sequence[Tensor]], None]] = []
 
 
-def register_writer(write: Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]) -> None:
-    """Let :func:`on_values` store values by ``write(weights, values of this rank's parts, at_random)``."""
+def register_writer(write: Callable[[Sequence[Tensor], Sequence[Tensor]], None]) -> None:
+    """Let :func:`on_values` store values by ``write(weights, values of this rank's parts)``, rounded at random."""
     _writers[:] = [write]
 
 
@@ -134,14 +163,27 @@ def register_writer(write: Callable[[Sequence[Tensor], Sequence[Tensor], bool], 
 def _begin(optimizer: Any, *args: object) -> None:
     _counts.begin()
     _owners.clear()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            part = getattr(param, "_local_tensor", param)
-            if not isinstance(part, CodesTensor):
-                continue
-            _refuse_step(optimizer, param, _base(part).spec)
-            if part is not param:
-                _owners[id(part)] = param
+    every = ((group, param) for group in optimizer.param_groups for param in group["params"])
+    for position, (group, param) in enumerate(every):
+        part = _part(param)
+        if part is None:
+            continue
+        _refuse_step(optimizer, param, _base(part).spec)
+        if part is not param:
+            _owners[id(part)] = param
+        number = _state(optimizer, param).get("step", group.get(_STEPS, 0))
+        setattr(part._qdata, STEP, StepOfWeight(number, position))
+
+
+def _part(param: Tensor) -> Any:
+    """The codes that this rank has of a stored parameter; None of any other parameter."""
+    part = getattr(param, "_local_tensor", param)
+    return part if isinstance(part, CodesTensor) else None
+
+
+def _state(optimizer: Any, param: Tensor) -> Any:
+    # A look-up by key would give the parameter a state.
+    return optimizer.state.get(param, {})
 
 
 def _refuse_step(optimizer: Any, param: Tensor, spec: QuantSpec) -> None:
@@ -166,6 +208,13 @@ def _refuse_step(optimizer: Any, param: Tensor, spec: QuantSpec) -> None:
 @torch_private.outside_graphs  # type: ignore[untyped-decorator]
 def _end(optimizer: Any, *args: object) -> None:
     _owners.clear()
+    for group in optimizer.param_groups:
+        is_counted = False
+        for param in group["params"]:
+            step = None if (part := _part(param)) is None else vars(part._qdata).pop(STEP, None)
+            is_counted |= step is not None and step.writes > 0 and "step" not in _state(optimizer, param)
+        if is_counted:
+            group[_STEPS] = group.get(_STEPS, 0) + 1
     _counts.end(optimizer)
 
 
@@ -211,6 +260,20 @@ def _written(func: Any, args: Any, options: Any) -> list[Tensor]:
     return [x for a in _alias_infos(func)[0] for x in tree_leaves(given.get(a.name)) if isinstance(x, Tensor)]
 
 
+def _is_trained(x: Any) -> bool:
+    return x.requires_grad or hasattr(x._qdata, TRAINED)
+
+
+def refuse_merging(weight: Any) -> None:
+    """Raise NotImplementedError if peft, which merges adapters, is about to write to a frozen weight."""
+    if not _is_trained(weight) and torch_private.merges_adapters(inspect.currentframe()):
+        raise NotImplementedError(
+            "merging adapters would round a frozen weight that is stored in 8 bits, and peft would take them out again "
+            "with other values: call tritonfp8.revert(model) before model.merge_and_unload(), or write the merged "
+            "weights by tritonfp8.export.save(model, folder, format, adapters='merged')"
+        )
+
+
 def _base(x: Any) -> Any:
     """The stored weight that a view is of; a stored weight itself."""
     return getattr(x, "_base_weight", x)
@@ -223,7 +286,8 @@ def _check(func: Any, targets: Sequence[Any], leaves: Sequence[Any]) -> None:
     if func is _UNFIT or _alias_infos(func)[1] or torch.Tag.inplace_view in func.tags:
         raise first._refusal(str(func))
     for x in targets:
-        if not (hasattr(x, "_step") or x.is_part or x.requires_grad or hasattr(x._qdata, TRAINED)):
+        refuse_merging(_base(x))
+        if not (hasattr(x, "_step") or x.is_part or _is_trained(x)):
             raise x._refusal(str(func))
     for weight in map(_base, targets):
         if weight.is_part and id(weight) not in _owners:
@@ -317,6 +381,6 @@ def _store(func: Any, weights: Sequence[Any], values: _Values, before: dict[int,
     else:
         # Together: ranks that share scales reduce the amaxes of all weights at once.
         owners = [_owners.get(id(weight), weight) for weight in weights]
-        _writers[0](owners, [values.whole(weight) for weight in weights], not _counts.is_stepping)
+        _writers[0](owners, [values.whole(weight) for weight in weights])
     for weight in weights:
         _counts.note(weight, (weight.plain_values(before[id(weight)].dtype) != before[id(weight)]).sum())

@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.layers.extensions import distributed
 from tritonfp8.layers.linear import is_distributed
-from tritonfp8.layers.stored.direct import register_writer
+from tritonfp8.layers.stored.direct import STEP, register_writer
 from tritonfp8.layers.stored.rows import StoredRows
 from tritonfp8.layers.stored.sharding import stored_part
 from tritonfp8.layers.stored.weight import StoredWeight
@@ -93,13 +93,14 @@ def write_values(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     _write(weights, [gradient_of(weight, x) for weight, x in zip(weights, values, strict=True)], False)
 
 
-def write_parts(weights: Sequence[Tensor], values: Sequence[Tensor], at_random: bool) -> None:
-    """Store the values of this rank's parts, rounded to nearest, or up or down at random.
+def write_parts(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Store the values of this rank's parts, rounded up or down at random.
 
-    The random bits depend on the codes before and on the number of earlier calls for the weight: replicas that make the
-    same calls get the same codes, and a change that is lost in one call is not lost in each.
+    The random bits depend on the step, in which an optimizer is; else on the codes before and on the number of earlier
+    calls for the weight. Replicas that make the same calls get the same codes, and a change that is lost in one call is
+    not lost in each.
     """
-    _write(weights, [_turned(x, weight) for weight, x in zip(weights, values, strict=True)], at_random)
+    _write(weights, [_turned(x, weight) for weight, x in zip(weights, values, strict=True)], True)
 
 
 # An attribute of the codes of a weight, which all its aliases share: the number of writes that were rounded at random.
@@ -109,6 +110,9 @@ _CALLS = "_tritonfp8_writes"
 def _keys(part: StoredPart, place: int) -> Tensor:
     """The keys of the random bits of one write."""
     codes: Any = part.weight._qdata
+    if (step := getattr(codes, STEP, None)) is not None:
+        keys = step.keys(part.qdata.device)
+        return torch.cat([keys, keys.new_zeros(2)])
     calls = getattr(codes, _CALLS, 0)
     setattr(codes, _CALLS, calls + 1)
     content = part.qdata.view(torch.uint8).sum(dtype=torch.int64)[None] + place

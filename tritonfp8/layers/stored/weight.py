@@ -13,7 +13,7 @@ from tritonfp8 import ops
 from tritonfp8.compat import torch_private
 from tritonfp8.layers import refuse_codes
 from tritonfp8.layers.stored.base import DTYPES, CodesTensor, StoredTensor
-from tritonfp8.layers.stored.direct import OVERWRITES, STORED, TRAINED, counted, on_values
+from tritonfp8.layers.stored.direct import OVERWRITES, STORED, TRAINED, counted, on_values, refuse_merging
 from tritonfp8.layers.stored.rows import rows_of
 from tritonfp8.layers.stored.views import view_of
 from tritonfp8.specs import QuantSpec, spec_of
@@ -33,9 +33,9 @@ class StoredWeight(StoredTensor):
     Operations that read it use its values, in a tensor that is freed afterwards, and carry gradients to it. ``clone``,
     ``detach`` and ``to`` give another stored weight; views such as ``view(-1)`` read and write through. A write that
     replaces values (a copy, ``load_state_dict``, ``fill_``) rounds to nearest. Any other write (``lerp_``, ``mul_``)
-    rounds up or down at random, so that the expected change is the exact one; in the step of an optimizer of torch, to
-    nearest. These raise NotImplementedError: such a write to a frozen weight, which adapters would merge into and take
-    out again with other values, and what would return views of several parts.
+    rounds up or down at random, so that the expected change is the exact one, also in the step of an optimizer of
+    torch. These raise NotImplementedError: such a write to a frozen weight, and any by which peft merges adapters
+    into it, as they would be taken out again with other values; and what would return views of several parts.
 
     Args:
         qdata: 8-bit ``[N, K]``, or ``[N, K / 2]`` of two codes a byte, contiguous.
@@ -74,6 +74,7 @@ class StoredWeight(StoredTensor):
         # torch would take the memory of the other tensor, which this one does not read.
         if values.shape != self.shape:
             raise ValueError(f"the data of a stored weight {tuple(self.shape)} must keep its shape; got {values.shape}")
+        refuse_merging(self)
         with torch.no_grad(), counted(self):
             self._fill(values)
 
@@ -188,6 +189,7 @@ class StoredWeight(StoredTensor):
                         "old one: use AveragedModel(tritonfp8.optim.float32_copy(model)), or a multi_avg_fn such as "
                         "get_ema_multi_avg_fn, which writes in place"
                     )
+                refuse_merging(first)
                 with counted(first):
                     return first._fill(args[1])
             if func is aten.empty_like.default and first.is_meta:
