@@ -223,7 +223,9 @@ def _check(func: Any, targets: Sequence[Any], leaves: Sequence[Any]) -> None:
     if func is _UNFIT or _alias_infos(func)[1] or torch.Tag.inplace_view in func.tags:
         raise first._refusal(str(func))
     for x in targets:
-        if not (hasattr(x, "_step") or x.is_part or x.requires_grad or hasattr(x._qdata, TRAINED)):
+        # Codes of fewer than 8 bits have no step that rounds a change at random.
+        is_changed = _base(x).spec.format not in BYTE_FORMATS and func not in OVERWRITES
+        if is_changed or not (hasattr(x, "_step") or x.is_part or x.requires_grad or hasattr(x._qdata, TRAINED)):
             raise x._refusal(str(func))
     for weight in map(_base, targets):
         if weight.is_part and id(weight) not in _owners:
