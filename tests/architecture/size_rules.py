@@ -65,7 +65,7 @@ ROOM_LINES = {
     "layers": 7000,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4; merging
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
-    "export": 3120,  # MXFP4; load_tensors, the headers of a stream, and its check; a checkpoint as it was loaded
+    "export": 3150,  # MXFP4; load_tensors, the headers of a stream, and its check; a checkpoint as it was loaded
     "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive

@@ -287,7 +287,9 @@ def _check(func: Any, targets: Sequence[Any], leaves: Sequence[Any]) -> None:
         raise first._refusal(str(func))
     for x in targets:
         refuse_merging(_base(x))
-        if not (hasattr(x, "_step") or x.is_part or _is_trained(x)):
+        # Codes of fewer than 8 bits have no step that rounds a change at random.
+        is_changed = _base(x).spec.format not in BYTE_FORMATS and func not in OVERWRITES
+        if is_changed or not (hasattr(x, "_step") or x.is_part or _is_trained(x)):
             raise x._refusal(str(func))
     for weight in map(_base, targets):
         if weight.is_part and id(weight) not in _owners:
