@@ -65,7 +65,7 @@ ROOM_LINES = {
     "layers": 6850,  # chains, operands from codes, a backward that dequantizes; rows that travelled; merging
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
-    "export": 3010,  # load_tensors, the headers of a stream, and its check; a checkpoint written as it was loaded
+    "export": 3025,  # load_tensors, the headers of a stream, and its check; a checkpoint written as it was loaded
     "rollout": 2880,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
@@ -82,7 +82,7 @@ ROOM_LINES = {
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
 # Codes in each mode; health; advice; diffusion; weights for a copy, and for engines; generators; chains; exact models
-TEST_LINES = 54_900
+TEST_LINES = 55_200
 
 
 def room_violations(modules, limits=None):

@@ -5,6 +5,7 @@ Every tensor of the checkpoint and of the model has a partner, is named by a pat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import compress
@@ -103,10 +104,12 @@ def match(
     found: list[FormatGroup],
     patterns: Collection[str],
     static: Collection[str] = (),
+    extra: Collection[str] = (),
 ) -> Match:
     """Find a partner for every tensor. Raises ValueError as :func:`tritonfp8.export.load` does.
 
-    ``static`` are the names of static scales of activations, which lie beside codes and need no partner.
+    ``static`` are the names of static scales of activations, which lie beside codes and need no partner. ``extra`` are
+    regular expressions of tensors that the class of the model leaves out, such as layers that predict further tokens.
     """
     found_places = list(model_places)
     of_name = _by_name(found_places, stored)
@@ -116,7 +119,7 @@ def match(
         if not any(owner.name in stored or owner.written in stored for owner in place.owners)
     )
     jobs, unused = _jobs(stored, of_name, parts, found)
-    ignored = [name for name in unused if matches(name, patterns)]
+    ignored = [name for name in unused if matches(name, patterns) or any(re.search(each, name) for each in extra)]
     _check_ignored(ignored, jobs)
     of_codes = {_beside(job.name, "") for job in jobs if job.row is not None}
     of_activations = [

@@ -71,8 +71,9 @@ def load(
             by ones in memory.
         folder: of the checkpoint.
         ignore: patterns of tensors that need no partner: in the checkpoint they are not read, such as ``"*.k_scale"``
-            of a cache; in the model they keep their values, such as a new head. Static scales of activations
-            (``input_scale``, ``activation_scale``) that the config names need no pattern: the report counts them.
+            of a cache; in the model they keep their values, such as a new head. No pattern is needed for what the class
+            of transformers leaves out, such as layers that predict further tokens, and for static scales of activations
+            (``input_scale``, ``activation_scale``) that the config names.
         device: where parameters on the meta device are made.
 
     Returns:
@@ -171,7 +172,9 @@ def _matched(
     reshard(model)
     model_places = places(model)
     check_has_memory(model_places)
-    return match(stored, model_places, found, patterns, static)
+    # By it classes of transformers name tensors of their checkpoints that they do not read.
+    extra = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return match(stored, model_places, found, patterns, static, extra)
 
 
 def _report(
