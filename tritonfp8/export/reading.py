@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.compat import uninterrupted
+from tritonfp8.compat import CheckpointNames, uninterrupted
 from tritonfp8.conversion import bare, reshard
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.configs import FormatGroup, groups, scales_of_activations
@@ -174,7 +174,7 @@ def _matched(
     check_has_memory(model_places)
     # By it classes of transformers name tensors of their checkpoints that they do not read.
     extra = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return match(stored, model_places, found, patterns, static, extra)
+    return match(stored, model_places, found, patterns, static, extra, CheckpointNames(model).in_model)
 
 
 def _report(

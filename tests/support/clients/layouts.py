@@ -34,6 +34,13 @@ FAMILIES = {
         "DeepseekV32", BASE | LATENT | ROUTED | {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 8},
         FP8 | POWERS, torch.float32, "weight_scale_inv", 61,
     ),
+    "DeepSeek-V4": (
+        "DeepseekV4", BASE | ROUTED | {
+            "num_key_value_heads": 1, "head_dim": 128, "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 128,
+            "index_n_heads": 4, "index_head_dim": 64, "index_topk": 8,
+        },
+        FP8 | POWERS, torch.float8_e8m0fnu, "scale", "mtp",
+    ),
     "Kimi-K2": ("DeepseekV3", BASE | LATENT | ROUTED, FP8, torch.float32, "weight_scale_inv", None),
     "Qwen3-FP8": ("Qwen3", BASE | GROUPED, FP8, torch.bfloat16, "weight_scale_inv", None),
     "Qwen3-MoE-FP8": (
@@ -52,10 +59,20 @@ def published(folder, family):
     plain = folder.with_name("plain")
     model_class(getattr(transformers, f"{kind}Config")(**sizes)).bfloat16().save_pretrained(plain)
     found = files_of(plain)
-    if further is not None:
-        found |= _of_further_tokens(found, further)
+    written = found
+    # Published in float32, and kept so.
+    biases = {
+        name: torch.randn(x.shape) for name, x in found.items() if "e_score" in name or name.endswith("gate.bias")
+    }
+    found |= biases
+    if further == "mtp":
+        # transformers renames what is published, and saves under other names.
+        written = {_of_v4(name): x for name, x in found.items()}
+        written["mtp.0.norm.weight"] = torch.ones(256)
+    elif further is not None:
+        written = found | _of_further_tokens(found, further)
     values, tensors = {}, {}
-    for name, x in found.items():
+    for name, x in written.items():
         if not _LINEAR.search(name) or _HIGH.search(name):
             values[name] = tensors[name] = x
             continue
@@ -64,6 +81,7 @@ def published(folder, family):
         tensors |= {name: codes, name.removesuffix("weight") + key: scale}
         values[name] = dequantized(codes, scale.float(), block).bfloat16()
     _write(folder, tensors, json.loads((plain / "config.json").read_text()), config or _of_glm(values))
+    values.pop("mtp.0.norm.weight", None)
     save_file(values, plain / "model.safetensors", {"format": "pt"})
     return model_class.from_pretrained(plain, dtype=torch.bfloat16)
 
@@ -80,6 +98,11 @@ def _quantized(x, block, dtype, powers):
             scale[i, j] = 2 ** found.log2().ceil() if powers else found.to(dtype).float()
             codes[part] = (x[part] / scale[i, j]).clamp(-448, 448).to(torch.float8_e4m3fn)
     return codes, scale.to(dtype)
+
+
+def _of_v4(name):
+    others = {"model.embed_tokens.weight": "embed.weight"}
+    return others.get(name, re.sub(r"hc_head\.hc_(\w+)$", r"hc_head_\1", name.removeprefix("model.")))
 
 
 def _of_further_tokens(found, layer):
