@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.compat import uninterrupted
+from tritonfp8.compat import CheckpointNames, uninterrupted
 from tritonfp8.conversion import bare, reshard
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.configs import FormatGroup, groups, scales_of_activations
@@ -73,8 +73,9 @@ def load(
             by ones in memory.
         folder: of the checkpoint.
         ignore: patterns of tensors that need no partner: in the checkpoint they are not read, such as ``"*.k_scale"``
-            of a cache; in the model they keep their values, such as a new head. Static scales of activations
-            (``input_scale``, ``activation_scale``) that the config names need no pattern: the report counts them.
+            of a cache; in the model they keep their values, such as a new head. No pattern is needed for what the class
+            of transformers leaves out, such as layers that predict further tokens, and for static scales of activations
+            (``input_scale``, ``activation_scale``) that the config names.
         device: where parameters on the meta device are made.
 
     Returns:
@@ -173,7 +174,9 @@ def _matched(
     reshard(model)
     model_places = places(model)
     check_has_memory(model_places)
-    return match(stored, model_places, found, patterns, static)
+    # By it classes of transformers name tensors of their checkpoints that they do not read.
+    extra = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return match(stored, model_places, found, patterns, static, extra, CheckpointNames(model).in_model)
 
 
 def _report(
