@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tritonfp8.compat import CheckpointNames, uninterrupted
 from tritonfp8.conversion import bare, reshard
-from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
+from tritonfp8.export.checkpoint_formats import checkpoint_format
 from tritonfp8.export.configs import FormatGroup, groups, scales_of_activations
 from tritonfp8.export.experts import rows_of_block
 from tritonfp8.export.files import (
@@ -32,7 +32,7 @@ from tritonfp8.export.files import (
 )
 from tritonfp8.export.matching import Match, Placed, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
-from tritonfp8.export.report import LoadedLayer, LoadReport, loaded, loaded_experts
+from tritonfp8.export.report import LoadedLayer, LoadReport, loaded, loaded_experts, shown_format
 from tritonfp8.functional import dequantize
 from tritonfp8.layers.linear import require_module
 from tritonfp8.layers.stored import (
@@ -44,7 +44,7 @@ from tritonfp8.layers.stored import (
     replacing,
     stored_part,
 )
-from tritonfp8.specs import BLOCKS, QuantSpec, expands_to, scale_shape
+from tritonfp8.specs import QuantSpec, expands_to, scale_shape
 from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.specs.naming import listed
@@ -251,21 +251,17 @@ def _fill_all(found: Iterable[Prepared]) -> tuple[dict[str, LoadedLayer], dict[s
             copied[job.name_in_model] = source
         elif isinstance(source, Quantized):
             assert job.row is not None
-            shown = _shown_format(job.row)
+            shown = shown_format(job.row)
             if x.ndim == 3:
                 layers[job.layer] = loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
             else:
                 layers[job.layer] = loaded(job.owner, shown, weight, source)
-        elif formats := {_shown_format(job.row) for job in jobs if job.row is not None}:
+        elif formats := {shown_format(job.row) for job in jobs if job.row is not None}:
             shown = f"{' and '.join(sorted(formats))}, of each expert"
             layers[job.place.name] = loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
         else:
             copied[job.place.name] = "copied, of each expert"
     return layers, copied
-
-
-def _shown_format(row: CheckpointFormat) -> str:
-    return f"{row.name} {BLOCKS[row.spec.block].name}"
 
 
 def _check_tied(job: Placed, target: Tensor, x: Tensor) -> None:
