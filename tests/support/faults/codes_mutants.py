@@ -151,7 +151,7 @@ FAULTS = (
     ),
     (
         "tritonfp8/layers/stored/direct.py",
-        "    if spec.format not in BYTE_FORMATS:\n        _counts.is_stepping = False\n",
+        "    if _is_packed(part):\n        _counts.is_stepping = False\n",
         "    if False:\n        _counts.is_stepping = False\n",
         "an optimizer begins a step of weights in MXFP4",
         ("tests/layers/stored/test_mxfp4.py",),
