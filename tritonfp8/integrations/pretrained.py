@@ -17,10 +17,11 @@ from tritonfp8 import quantized_init, recipes
 from tritonfp8.conversion import convert, revert
 from tritonfp8.conversion.selection import converted
 from tritonfp8.export import load_any, specs_of
-from tritonfp8.layers.stored import is_stored, names_of_weights, stored_part, why_experts_stay
+from tritonfp8.layers.stored import is_stored, names_of_weights, recipe_of_storage, stored_part, why_experts_stay
 from tritonfp8.recipes import Recipe
-from tritonfp8.specs import QuantSpec
+from tritonfp8.specs import QuantSpec, expands_to
 from tritonfp8.specs.checks import require
+from tritonfp8.specs.formats import BYTE_FORMATS
 
 # By the blocks of its weights the recipe that reads codes as they are; the first is for checkpoints without codes.
 RECIPES = ("rowwise", "blockwise", "mxfp8")
@@ -118,12 +119,19 @@ def _local(folder: str | Path) -> Path:
 
 def _recipe_of(specs: list[QuantSpec]) -> str:
     """The recipe that reads the codes of the first spec that has one; one scale a weight is one for each row, too."""
-    read = {name: recipes.get(name).output.rhs for name in RECIPES}
+    read = {name: recipe_of_storage(recipes.get(name)).output.rhs for name in RECIPES}
     for spec in specs:
         for name, rhs in read.items():
-            if rhs is not None and (rhs.block, rhs.scale_format) == (spec.block, spec.scale_format):
+            # Codes of fewer bits are read by a scale a row, which has a kernel on every GPU.
+            if rhs is not None and (
+                expands_to(spec, rhs) if spec.format not in BYTE_FORMATS else _has_blocks(spec, rhs)
+            ):
                 return name
     return RECIPES[0]
+
+
+def _has_blocks(spec: QuantSpec, rhs: QuantSpec) -> bool:
+    return (rhs.block, rhs.scale_format) == (spec.block, spec.scale_format)
 
 
 def _class_of(config: PretrainedConfig) -> Any:

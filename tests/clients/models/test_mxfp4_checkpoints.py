@@ -177,7 +177,9 @@ def test_layers_keep_the_codes_of_the_file(tmp_path, kind, sizes):
 def test_rows_that_e4m3_does_not_hold_are_reported(tmp_path, caplog):
     folder = gpt_oss(tmp_path / "it", far=True)
     with caplog.at_level(logging.INFO, "tritonfp8"):
-        from_pretrained(folder, "rowwise")
+        # The recipe that is chosen.
+        from_pretrained(folder)
+    assert " as rowwise: " in caplog.text
     assert "a scale a row rounds 1 rows of them, and the recipe 'mxfp8' none" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "tritonfp8"):
