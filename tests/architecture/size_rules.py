@@ -72,7 +72,7 @@ ROOM_LINES = {
     "workflow": 3500,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file
     "training": 1460,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
     "warmup": 1430,
-    "integrations": 1055,  # figures of sampled steps in the logs of two trainers; from_pretrained, also of AutoModel
+    "integrations": 1060,  # figures of sampled steps in the logs of two trainers; from_pretrained, also of AutoModel
     "advice": 1935,  # tritonfp8 advise: blocks, steps and layers measured or predicted, and a recommendation
     "cli": 470,  # the command advise
     "__main__": 10,

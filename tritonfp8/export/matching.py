@@ -65,7 +65,7 @@ class Placed(NamedTuple):
     @property
     def _owner(self) -> Owner:
         owners = self.place.owners
-        names = self.name, _name_of_weight(self.name)
+        names = self.name, name_of_weight(self.name)
         named = [owner for owner in owners if owner.written in names]
         named += [owner for owner in owners if owner.name in names]
         return owners[0] if self.part or not named else named[0]
@@ -171,7 +171,7 @@ def _stored_name(name: str, stored: Collection[str]) -> str | None:
     return next((each for each in names if each in stored), None)
 
 
-def _name_of_weight(name: str) -> str:
+def name_of_weight(name: str) -> str:
     """The inverse of :func:`_stored_name`: the name of a weight, by the name of its codes."""
     end = next((end for end in _PACKED if name.endswith(end)), None)
     if end is None:
@@ -210,7 +210,7 @@ def patterns_of(ignore: object) -> tuple[str, ...]:
 
 
 def _without_weight(name: str) -> str:
-    return _name_of_weight(name).removesuffix("weight").removesuffix(".")
+    return name_of_weight(name).removesuffix("weight").removesuffix(".")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -220,7 +220,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def _beside(weight: str, key: str) -> str:
     """The name of a tensor beside a weight."""
-    return _name_of_weight(weight).removesuffix("weight") + key
+    return name_of_weight(weight).removesuffix("weight") + key
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -273,7 +273,7 @@ def _jobs(
             continue
         used.add(name)
         job = Placed(name, header, place, part=part)
-        is_packed = header.dtype is torch.uint8 and _name_of_weight(name) != name
+        is_packed = header.dtype is torch.uint8 and name_of_weight(name) != name
         if header.dtype not in CODES and not is_packed:
             jobs.append(job)
             continue

@@ -316,8 +316,8 @@ def _kept_spec(scale: Tensor, spec: QuantSpec, target: Tensor) -> QuantSpec | No
     # Scales that are no powers of two would make the values inexact. The config does not always say what they are.
     if part is None or not _are_powers(scale):
         return None
-    if target.is_meta and expands_to(spec, part.spec):
-        # Nobody has these codes yet, and the recipe reads fewer bits as well.
+    if target.is_meta and not target.requires_grad and expands_to(spec, part.spec):
+        # Nobody has these codes yet, and the recipe reads fewer bits as well. They take no step.
         return spec
     return part.spec if replace(spec, scale_rounding=part.spec.scale_rounding) == part.spec else None
 

@@ -298,3 +298,46 @@ def test_lora_trains_on_codes_that_stay(tmp_path, compiled):
     now = {name: x._qdata for name, x in loaded.named_parameters() if isinstance(x, StoredWeight)}
     assert_bitwise_equal(list(now.values()), list(stored.values()))
     assert len(now) == 7
+
+
+def test_gpt_oss_trains_and_comes_out_as_it_was(tmp_path):
+    """Trained experts are quantized once; what did not change is copied, and transformers reads the same values."""
+    folder, out = gpt_oss(tmp_path / "it"), tmp_path / "out"
+    model = from_pretrained(folder, train="full")
+    changed = "model.layers.1.mlp.experts.down_proj"
+    optimizer = tritonfp8.optim.AdamW([model.get_parameter(changed)], 1e-2)
+    losses = []
+    for _ in range(10):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    tritonfp8.export.save(model, out)
+    before, after = files_of(folder), files_of(out)
+    assert list(after) == list(before)
+    ends = ("_blocks", "_scales")
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {changed + end for end in ends}
+    qdata, scale = codes_of(model.get_parameter(changed).detach().mT.contiguous())
+    assert_bitwise_equal([after[changed + end].flatten(2) for end in ends], [qdata, scale])
+    assert config_of(out) == config_of(folder)
+    again = from_pretrained(out, train="adapters")
+    kept = again.get_parameter(changed)
+    assert_bitwise_equal([kept._qdata, kept._scale.view(torch.uint8)], [qdata, scale])
+
+
+def test_compressed_tensors_trains_and_comes_out_as_it_was(tmp_path):
+    folder, _ = compressed(tmp_path)
+    model = from_pretrained(folder, train="full")
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = model.get_parameter(name).dequantize().clone()
+    model(IDS, labels=IDS).loss.backward()
+    tritonfp8.optim.AdamW([model.get_parameter(name)], 0.1).step()
+    now = model.get_parameter(name).dequantize()
+    assert not torch.equal(now, before)
+    tritonfp8.export.save(model, tmp_path / "out")
+    found, after = files_of(folder), files_of(tmp_path / "out")
+    changed = {key for key in found if not torch.equal(found[key], after[key])}
+    assert {f"{name}_packed"} <= changed <= {f"{name}_packed", f"{name}_scale"}
+    assert_bitwise_equal([after[f"{name}_packed"], after[f"{name}_scale"]], list(codes_of(now)))
