@@ -158,7 +158,21 @@ FAULTS = (
     ),
     (
         "tritonfp8/export/reading.py",
+        "if target.is_meta and not target.requires_grad and expands_to(spec, part.spec):",
         "if target.is_meta and expands_to(spec, part.spec):",
+        "weights that train keep codes that take no step",
+        ("tests/clients/models/test_mxfp4_checkpoints.py", "-k", "compressed_tensors_trains"),
+    ),
+    (
+        "tritonfp8/export/writing.py",
+        "            weight = plain_weight(value_of(weight)).mT.contiguous()\n",
+        "            weight = plain_weight(value_of(weight)).mT.contiguous() * 1.1\n",
+        "trained experts come out with other values",
+        ("tests/clients/models/test_mxfp4_checkpoints.py", "-k", "gpt_oss_trains"),
+    ),
+    (
+        "tritonfp8/export/reading.py",
+        "if target.is_meta and not target.requires_grad and expands_to(spec, part.spec):",
         "if target.is_meta and False:",
         "the codes of an MXFP4 checkpoint become codes of 8 bits",
         _READ,
