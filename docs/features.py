@@ -17,6 +17,8 @@ _EVERY_TRACE = f"{_TRACED}::test_every_gradient_of_a_traced_model_is_that_of_eag
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
 _STORED = "tests/layers/stored/test_"
 _SHARDS = "tests/distributed/fsdp/test_stored.py::test_the_bits_of_one_rank"
+_SHARDED_MXFP4 = "tests/distributed/fsdp/test_stored.py::test_mxfp4_is_sharded_between_rows"
+_BY_ROWS = "Codes of `mxfp4_weights` are cut between rows only, so `RowwiseParallel` is an error."
 _EXPERTS = "tests/layers/moe/test_experts.py::TestTransformers::test_ten_steps_are_those_of_a_loop_over_experts"
 _EXPORT = "tests/export/test_codes.py::test_equal_specs_keep_the_values_and_most_codes"
 _SHARDED_EXPORT = "tests/export/test_sharded.py::test_fsdp2_that_left_weights_gathered"
@@ -272,8 +274,8 @@ SHARDED = (
         known="A head that is gathered in 8 bits is gathered in high precision too; a warning says so.",
     ),
     Column("FSDP2, export.tensors", (_SHARDED_EXPORT,), known=_NO_CODES),
-    Column("FSDP2, weights stored in 8 bits", (f"{_SHARDS}_under_fsdp2",), otherwise=_NOT_STORED),
-    Column("TP x FSDP2, weights stored in 8 bits", (f"{_SHARDS}_under_tp_and_fsdp2",), otherwise=_NOT_STORED),
+    Column("FSDP2, weights stored in 8 bits", (f"{_SHARDS}_under_fsdp2", _SHARDED_MXFP4), otherwise=_NOT_STORED),
+    Column("TP x FSDP2, weights stored in 8 bits", (f"{_SHARDS}_under_tp_and_fsdp2",), "", _NOT_STORED, known=_BY_ROWS),
     Column(
         "Pipeline, FP8 all-gather",
         ("tests/distributed/test_pipeline.py::test_fp8_all_gather_inside_stages_changes_no_bit",),
@@ -301,6 +303,7 @@ CLIENTS = (
         fixed={
             **dict.fromkeys(("rowwise", "blockwise", "mxfp8"), f"{_RESTORED}[names0]"),
             **dict.fromkeys(("bf16", "tensorwise", "rowwise_hp_grad_weight"), f"{_RESTORED}[names1]"),
+            "mxfp4_weights": f"{_RESTORED}[names2]",
         },
     ),
     Column("Trainer, schedule, resumed", (_SCHEDULED,), fixed={"bf16": _SCHEDULED}),

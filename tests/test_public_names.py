@@ -22,8 +22,8 @@ NAMES = {
     ),
     "tritonfp8.advice": ("Advice", "Recommendation", "plot"),
     "tritonfp8.recipes": (
-        "GEMMS", "Gemm", "OPERANDS", "bf16", "blockwise", "describe", "get", "load", "mxfp8", "names", "rowwise",
-        "rowwise_hp_grad_weight", "save", "summary", "tensorwise",
+        "GEMMS", "Gemm", "OPERANDS", "bf16", "blockwise", "describe", "get", "load", "mxfp4_weights", "mxfp8", "names",
+        "rowwise", "rowwise_hp_grad_weight", "save", "summary", "tensorwise",
     ),
     "tritonfp8.functional": (
         "SharedInput", "amax", "grouped_linear", "linear", "quantize_groups", "quantize_matrices", "quantize_weight",

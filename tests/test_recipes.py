@@ -14,13 +14,23 @@ from strategies import recipes as any_recipe
 
 from tritonfp8 import recipes
 from tritonfp8.recipes import GEMMS, OPERANDS, Gemm, Recipe, recipe_of
-from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, BLOCKS, ROWWISE, TENSORWISE, QuantSpec, transposed
+from tritonfp8.specs import (
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    BLOCKS,
+    MXFP4,
+    ROWWISE,
+    TENSORWISE,
+    QuantSpec,
+    transposed,
+)
 
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
 VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
 SQUARE = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
 MX = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
-NAMES = ["bf16", "tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"]
+NAMES = ["bf16", "tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8", "mxfp4_weights"]
 ROUND_TRIPS = {
     "dict": (Recipe.to_dict, Recipe.from_dict),
     "json": (Recipe.to_json, Recipe.from_json),
@@ -142,7 +152,7 @@ class TestRecipe:
             ({}, "needs a 'name'; got the keys"),
             (
                 {"name": "r", "outputs": {}},
-                "has the keys name, output, grad_input, grad_weight, transposed_from; got 'outputs' as well",
+                "has the keys name, output, grad_input, grad_weight, transposed_from, weights; got 'outputs' as well",
             ),
             ({"name": "r", "output": {"left": {}}}, "has the keys lhs, rhs, accumulation, batch_invariant; got 'left'"),
             ({"name": "r", "output": {"lhs": {"dtype": "e4m3"}}}, "got 'dtype' as well"),
@@ -240,10 +250,12 @@ class TestNamed:
             "rowwise_hp_grad_weight": (Gemm(ROW, ROW), Gemm(ROW, QuantSpec(scale_rounding="pow2")), Gemm()),
             "blockwise": (Gemm(VECTOR, SQUARE), Gemm(VECTOR, SQUARE), Gemm(VECTOR, VECTOR)),
             "mxfp8": (Gemm(MX, MX),) * 3,
+            "mxfp4_weights": (Gemm(ROW, ROW),) * 3,
         }
         for name, gemms_of in expected.items():
             recipe = recipes.get(name)
             assert (recipe.output, recipe.grad_input, recipe.grad_weight) == gemms_of, name
+            assert recipe.weights == (MXFP4 if name == "mxfp4_weights" else None)
 
     def test_every_gemm_is_precise(self):
         assert {getattr(recipes.get(name), gemm).accumulation for name in NAMES for gemm in GEMMS} == {"precise"}

@@ -57,19 +57,19 @@ ROOM_LINES = {
     "kernels": 5200,  # transposes that are made from codes, also of several weights and of groups; MXFP4
     "compat": 1405,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; merging by peft; Ctrl-C
     "specs": 1165,  # naming; which transposes can be made from codes, and which stored codes have; two codes a byte
-    "recipes": 660,  # transposed_from, a backward that dequantizes, and files of the recipes of layers
+    "recipes": 700,  # transposed_from, a backward that dequantizes, files of the recipes of layers; mxfp4_weights
     "reference": 1930,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains; MXFP4
     "tuning": 1535,  # tiles of transposes that are made from codes
     "launch": 4830,  # transposes that are made from codes, also of several weights and of groups; chains; MXFP4
     "ops": 1860,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
-    "layers": 7000,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4; merging
+    "layers": 7010,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 3200,  # MXFP4; load_tensors, the headers of a stream, and its check; a checkpoint as it was loaded
     "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
-    "distributed": 5940,  # codes sent once, the gradient of a scattered output too; read by experts as they arrive
-    "workflow": 3500,  # a sampled step in a few figures, for loggers and print; recipes of layers to a file
+    "distributed": 6010,  # codes sent once, the gradient of a scattered output too; weights rounded before
+    "workflow": 3510,  # a sampled step in a few figures, for loggers and print; recipes to a file; weights in MXFP4
     "training": 1460,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
     "warmup": 1430,
     "integrations": 1060,  # figures of sampled steps in the logs of two trainers; from_pretrained, also of AutoModel

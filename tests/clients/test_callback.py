@@ -67,7 +67,14 @@ def test_the_callback_trains_as_convert_before_the_trainer(tmp_path, recipe):
     assert_trained(model, before, by_hand)
 
 
-@pytest.mark.parametrize("names", [("mxfp8", "blockwise", "rowwise"), ("bf16", "tensorwise", "rowwise_hp_grad_weight")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("mxfp8", "blockwise", "rowwise"),
+        ("bf16", "tensorwise", "rowwise_hp_grad_weight"),
+        ("mxfp4_weights", "rowwise", "bf16"),
+    ],
+)
 def test_a_saved_model_is_restored_with_its_recipes(tmp_path, names):
     of_mlp, of_queries, of_others = names
     model = llama()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tritonfp8
+from tritonfp8 import recipes
 from tritonfp8.distributed import enable_float8_all_gather
 
 pytestmark = [pytest.mark.xdist_group("ranks")]
@@ -39,5 +40,7 @@ def calls_of_a_step(mesh, recipe):
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_a_step_calls_few_functions(ranks, recipe):
     [counted] = ranks.run(1, calls_of_a_step, recipe)
-    for found, limit in zip(counted, MOST, strict=True):
+    # Each rank rounds its shard twice: for the amaxes, and for the codes that it sends.
+    more = 0 if recipes.get(recipe).weights is None else 4 * LAYERS
+    for found, limit in zip(counted, (MOST[0] + more, MOST[1]), strict=True):
         assert 0 < len(found) <= limit, f"{len(found)}\n" + "\n".join(found)

@@ -131,7 +131,8 @@ def test_bytes_are_those_that_the_page_states(ranks, recipe):
         assert gathered == {torch.uint8 if quantized else torch.bfloat16: weights}
     sent = found["SP, colwise layer"]["forward"].items()
     assert math.isclose(sum(size for (kind, _), size in sent if kind == "all_gather"), tokens, abs_tol=64)
-    amaxes = {"tensorwise": 1, "rowwise": 512 + 256, "rowwise_hp_grad_weight": 512 + 1, "blockwise": 8}.get(recipe, 0)
+    amaxes = {"tensorwise": 1, "rowwise": 512 + 256, "rowwise_hp_grad_weight": 512 + 1, "blockwise": 8}
+    amaxes = {**amaxes, "mxfp4_weights": 512 + 256}.get(recipe, 0)
     # The check that ranks gather alike, 16 bytes of int64, is the same for any weight.
     reduced = found["FSDP2"]["forward"].get(("all_reduce", torch.int32), 0)
     assert reduced == 4 * amaxes

@@ -12,7 +12,7 @@ from tritonfp8 import recipes
 from tritonfp8.export import CHECKPOINT_FORMATS
 
 QUANTIZED = [name for name in recipes.names() if name != "bf16"]
-SPECS = {name: recipes.get(name).output.rhs for name in QUANTIZED}
+SPECS = {name: recipes.get(name).storage for name in QUANTIZED}
 
 
 def codes_by_recipe(layer):

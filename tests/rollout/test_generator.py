@@ -48,7 +48,9 @@ def test_after_each_step_a_rollout_has_the_codes_and_logits_of_the_trainer(recip
             for each in rollout.own:
                 cached = getattr(each.source, "cached_weights", None) or {each.key: each.source.cached_weight}
                 operand = cached[each.key].operands[0]
-                for x, y in zip((operand.qdata, operand.scale), each.tensor._both(), strict=True):
+                assert each.tensor.spec == each.source.recipe.storage
+                read = each.tensor.read_operand(operand.spec, False)
+                for x, y in zip((operand.qdata, operand.scale), read, strict=True):
                     assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), each.name
         seen.append(logits(rollout.model))
         assert torch.equal(seen[-1], logits(model))

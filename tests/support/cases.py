@@ -16,8 +16,19 @@ from tritonfp8.specs import BLOCKS
 
 # The names of recipes that quantize.
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
+# Recipes that can train weights as codes.
+IN_BYTES = [name for name in QUANTIZED if recipes.get(name).weights is None]
 # Recipes whose transposes are made from codes, by the name of the recipe.
 CODES = {name: recipes.get(name, transposed_from="codes") for name in ("rowwise", "blockwise", "mxfp8")}
+
+
+def rounded(weight, recipe):
+    """A weight as a recipe quantizes it; a zero fills the last byte of odd rows."""
+    if recipe.weights is None or not weight.numel():
+        return weight
+    odd = weight.shape[-1] % 2
+    codes = reference.quantize(torch.nn.functional.pad(weight, (0, odd)), *recipe.weights.args)
+    return reference.dequantize(*codes, *recipe.weights.args, weight.dtype)[..., : weight.shape[-1]]
 
 
 def named(recipe):

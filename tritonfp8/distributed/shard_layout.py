@@ -114,6 +114,11 @@ def is_split(layout: DimLayout, block: int) -> bool:
     return len(layout.groups) > 0 and (block == -1 or (block > 1 and len(split_blocks(layout, block)) > 0))
 
 
+def splits_rounding(recipe: Recipe, k: DimLayout) -> bool:
+    """Whether a recipe rounds weights in blocks along K, and one of them lies on several ranks."""
+    return recipe.weights is not None and is_split(k, recipe.weights.block[1])
+
+
 def local_blocks(layout: DimLayout, block: int) -> list[int]:
     """The global blocks of this size, a divisor of the alignment, that the aligned local dim holds, in its order."""
     step = max(layout.alignment, block)
@@ -275,11 +280,16 @@ _DIMS_OF_OPERANDS = (
 
 
 def largest_blocks(recipe: Recipe) -> tuple[int, int, int]:
-    """The largest scaling block of any operand along M, N and K; 1 if a dim is scaled whole or not at all."""
+    """The largest scaling block of any operand, and of the rounding of weights, along M, N and K.
+
+    It is 1 if a dim is scaled whole or not at all.
+    """
     found = {"M": 1, "N": 1, "K": 1}
     for gemm, side, dims in _DIMS_OF_OPERANDS:
         spec = getattr(getattr(recipe, gemm), side)
         if spec is not None:
             for dim, block in zip(dims, spec.block, strict=True):
                 found[dim] = max(found[dim], block)
+    if recipe.weights is not None:
+        found["K"] = max(found["K"], recipe.weights.block[1])
     return found["M"], found["N"], found["K"]

@@ -153,9 +153,10 @@ def shown_format(row: CheckpointFormat) -> str:
 
 def loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:
     """What the recipe of a layer makes of its new weight."""
-    if not is_converted(owner) or owner.recipe.output.rhs is None:
+    spec = owner.recipe.storage if is_converted(owner) else None
+    if spec is None:
         return LoadedLayer(shown, None)
-    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, owner.recipe.output.rhs)
+    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, spec)
     found = _loaded_layer(shown, again, read, dequantize(read, torch.float32), True)
     return _with_rounded(found, owner, weight)
 
@@ -169,7 +170,7 @@ def loaded_experts(
     is_exact: bool,
 ) -> LoadedLayer:
     """As :func:`loaded`; ``values`` were read, in the dtype of the parameter."""
-    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
+    spec = owner.recipe.storage if is_converted_experts(owner) else None
     if spec is None or weight.dtype not in DTYPES:
         return LoadedLayer(shown, None)
     again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec, owner.is_transposed)

@@ -289,4 +289,4 @@ def _report(
 
 def _same_codes(module: Any, row: CheckpointFormat) -> bool | None:
     converted = is_converted(module) or is_converted_experts(module)
-    return bool(module.recipe.output.rhs == row.spec) if converted else None
+    return bool(module.recipe.storage == row.spec) if converted else None

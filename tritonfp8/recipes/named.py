@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonfp8.recipes.recipe import GEMMS, Gemm, Recipe, check_keys, parsed
-from tritonfp8.specs import ACCUMULATIONS, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
+from tritonfp8.specs import ACCUMULATIONS, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, EXPANDED, MXFP4, ROWWISE, QuantSpec
 from tritonfp8.specs.checks import nearest, require, require_type
 
 _FACTORIES: dict[str, Callable[[], Recipe]] = {}
@@ -114,6 +114,25 @@ def mxfp8() -> Recipe:
     mx = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
     gemm = Gemm(mx, mx)
     return Recipe("mxfp8", output=gemm, grad_input=gemm, grad_weight=gemm)
+
+
+@_named
+def mxfp4_weights() -> Recipe:
+    """The recipe rowwise of weights that are rounded to MXFP4: the model trains for generation at 4.25 bits a weight.
+
+    output      = Q[e4m3 per token](input) @ Q[e4m3 per output feature](weight).T
+    grad_input  = Q[e4m3 per token](grad_output) @ Q[e4m3 per input feature](weight.T).T
+    grad_weight = Q[e4m3 per output feature](grad_output.T) @ Q[e4m3 per input feature](input.T).T
+
+    Here, weight has the values of its codes in MXFP4: e2m1, blocks of 32 along K, e8m0 scales rounded down. Its
+    gradient goes to the weight as it was before (straight-through). A weight that is stored has the codes, to the bits
+    of this forward: e4m3 with a scale a row holds the blocks of a row whose exponents differ by up to 14.
+
+    Source: OCP "Microscaling Formats (MX) Specification" v1.0; straight-through: Bengio et al., "Estimating or
+    Propagating Gradients Through Stochastic Neurons for Conditional Computation" (arXiv 1308.3432).
+    """
+    gemm = Gemm(EXPANDED, EXPANDED)
+    return Recipe("mxfp4_weights", output=gemm, grad_input=gemm, grad_weight=gemm, weights=MXFP4)
 
 
 _RECIPES: dict[str, Recipe] = {name: factory() for name, factory in _FACTORIES.items()}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonfp8.specs import ACCUMULATIONS, QuantSpec, check_transposable, matmul_family, moves_codes
+from tritonfp8.specs import ACCUMULATIONS, QuantSpec, check_transposable, expands_to, matmul_family, moves_codes
 from tritonfp8.specs.checks import require, require_flag, require_type, shown
 from tritonfp8.specs.formats import BYTE_FORMATS
 
@@ -110,12 +110,16 @@ class Recipe:
         transposed_from: what ``weight.T``, ``input.T`` and ``grad_output.T`` are made from: ``"values"``, the tensors
             themselves; or ``"codes"``, the operands that another GEMM of the layer multiplied. Backward then multiplies
             the values that forward multiplied. In a GEMM in high precision these are dequantized, in the input's dtype.
+        weights: the format of fewer than 8 bits that weights are rounded to before they are quantized, in each of the
+            GEMMs that read them; None for no such rounding. The gradient of the rounded weight is the gradient of the
+            weight.
         codes: the specs of the codes that the transposes of ``"input"``, ``"weight"`` and ``"grad_output"`` are made
             from. None for a transpose that is made from values, and for square blocks, where both are the same.
 
     Raises:
         ValueError: an unknown ``transposed_from``; or ``"codes"`` where the operand that an operand is made from is not
-            quantized, has another format, or has scales that are not powers of two.
+            quantized, has another format, or has scales that are not powers of two; or ``weights`` where the weight of
+            ``output`` is not quantized by a spec that holds their values.
         TypeError: a field of another type.
 
     Use :func:`dataclasses.replace` for a variant; :func:`save` and :func:`load` for a file; :meth:`to_dict`,
@@ -127,6 +131,7 @@ class Recipe:
     grad_input: Gemm = field(default_factory=Gemm)
     grad_weight: Gemm = field(default_factory=Gemm)
     transposed_from: str = "values"
+    weights: QuantSpec | None = None
     codes: Mapping[str, QuantSpec | None] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -139,6 +144,8 @@ class Recipe:
         from_codes = self.transposed_from == "codes"
         if from_codes:
             self._check_codes()
+        if self.weights is not None:
+            self._check_weights()
         # Made once, like the text below: each call of a layer reads it.
         codes = {name: _codes_of(*pair) if from_codes else None for name, pair in self._pairs().items()}
         object.__setattr__(self, "codes", codes)
@@ -160,6 +167,16 @@ class Recipe:
                     check_transposable(spec, spec_t)
                 except ValueError as error:
                     raise ValueError(f"{name}.T of recipe {self.name!r}: {error}") from None
+
+    def _check_weights(self) -> None:
+        require_type("weights", self.weights, QuantSpec, "a QuantSpec or None")
+        assert self.weights is not None
+        if self.output.rhs is None or not expands_to(self.weights, self.output.rhs):
+            raise ValueError(
+                f"weights that are rounded to {self.weights} must be multiplied as e4m3 with a scale a row, powers of "
+                "two, or with the blocks of MX, which hold the values of a format of fewer bits; recipe "
+                f"{self.name!r} rounds them to that, and multiplies {self.output.rhs or 'in high precision'}"
+            )
 
     def _pairs(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
         """The specs of each tensor, untransposed and transposed."""
@@ -193,12 +210,19 @@ class Recipe:
             lines.append(f"  {gemm:<11} = {lhs} @ {right}, in the input's dtype")
         if self.transposed_from == "codes" and (self.grad_input.quantized or self.grad_weight.quantized):
             lines.append("  transposed operands are made from the codes of the untransposed ones")
+        if self.weights is not None:
+            lines.append(f"  weight is rounded to the values of Q[{self.weights}](weight) before")
         return "\n".join(lines)
 
     @property
     def args(self) -> tuple[str]:
         """The three GEMMs as an op takes them, one text without the name; :func:`recipe_of` reads it."""
         return self._args  # type: ignore[attr-defined]
+
+    @property
+    def storage(self) -> QuantSpec | None:
+        """How a weight is stored: in the format that it is rounded to, else as ``output`` reads it."""
+        return self.weights or self.output.rhs
 
     @property
     def quantized_share(self) -> float:
@@ -209,7 +233,8 @@ class Recipe:
         """The recipe as plain data, which JSON and TOML store."""
         # Left out at its default: earlier versions read such a file, and texts in graphs stay as they were.
         source = {} if self.transposed_from == "values" else {"transposed_from": self.transposed_from}
-        return {"name": self.name, **{gemm: getattr(self, gemm).to_dict() for gemm in GEMMS}, **source}
+        weights = {} if self.weights is None else {"weights": self.weights.to_dict()}
+        return {"name": self.name, **{gemm: getattr(self, gemm).to_dict() for gemm in GEMMS}, **source, **weights}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
@@ -218,11 +243,12 @@ class Recipe:
         Raises:
             ValueError: a missing name, a key that is not a field, or an impossible combination.
         """
-        check_keys("recipe", data, ("name", *GEMMS, "transposed_from"))
+        check_keys("recipe", data, ("name", *GEMMS, "transposed_from", "weights"))
         if "name" not in data:
             raise ValueError(f"a recipe needs a 'name'; got the keys {sorted(data, key=str)}")
         gemms = {gemm: Gemm.from_dict(data[gemm]) for gemm in GEMMS if gemm in data}
-        return cls(data["name"], **gemms, transposed_from=data.get("transposed_from", "values"))
+        weights = None if data.get("weights") is None else _spec_from_dict(data["weights"])
+        return cls(data["name"], **gemms, transposed_from=data.get("transposed_from", "values"), weights=weights)
 
     def to_json(self) -> str:
         """The recipe as a JSON object."""

@@ -117,7 +117,9 @@ def _has_codes_of_training(own: OwnWeight, rollout: Rollout) -> bool:
         operand = None if cached is None else cached.operands[0]
         if operand is None:
             return True
-        pairs = zip((operand.qdata, operand.scale), own.tensor._both(), strict=True)  # type: ignore[attr-defined]
+        tensor: Any = own.tensor
+        read = (tensor.mT if tensor.is_transposed else tensor).read_operand(operand.spec, False)
+        pairs = zip((operand.qdata, operand.scale), read, strict=True)
         return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonfp8 import ops
 from tritonfp8.compat import without_fsdp
 from tritonfp8.conversion import is_fsdp, share_inputs, unshare_inputs
 from tritonfp8.conversion.selection import converted
@@ -161,12 +162,17 @@ class OwnWeight:
         layer, key = self.places[0]
         if not self.stored:
             return weight.detach().clone()
-        spec = layer.recipe.output.rhs
+        spec, read = layer.recipe.storage, layer.recipe.output.rhs
         if not source_of(weight).has_codes:
             values = weight.detach() if dtype is None else weight.detach().to(dtype)
             return stored_as_layer(layer, key, values, spec)
-        # FSDP2 gathers codes into memory that it frees.
-        qdata, scale = (x.clone() for x in weight.read_operand(spec, False))
+        qdata, scale = weight.read_operand(read, False)
+        if spec == read:
+            # FSDP2 gathers codes into memory that it frees.
+            qdata, scale = qdata.clone(), scale.clone()
+        else:
+            # Values that are rounded already keep their codes.
+            qdata, scale = ops.quantize(ops.dequantize(qdata, scale, *read.args, weight.dtype), *spec.args)
         kind = StoredMatrices if weight.ndim == 3 else StoredWeight
         return kind(qdata, scale, spec, weight.dtype, getattr(weight, "is_transposed", False))
 

@@ -21,6 +21,7 @@ from tritonfp8.specs.quant_spec import (
     COLUMNWISE,
     EXPANDED,
     GROUP_ALIGNMENT,
+    MXFP4,
     ROWWISE,
     SCALE_ALIGNMENT,
     SPECS,

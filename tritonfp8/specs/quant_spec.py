@@ -176,6 +176,9 @@ def _valid_specs() -> Iterator[QuantSpec]:
 EXPANDED = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
 """The spec in which GEMMs multiply codes of fewer than 8 bits: ``expand_codes`` makes it of them."""
 
+MXFP4 = QuantSpec("e2m1", BLOCK_1X32, "e8m0", "floor")
+"""MXFP4 with the scales of the OCP specification: 4.25 bits a value."""
+
 SPECS: Mapping[str, QuantSpec] = MappingProxyType({spec.args[0]: spec for spec in _valid_specs()})
 """Every spec, by its text."""
 

@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tritonfp8 import ops, reference
-from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, MXFP4, ROWWISE, TENSORWISE, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
 VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
 SQUARE = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
 MX = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
-MXFP4 = QuantSpec("e2m1", BLOCK_1X32, "e8m0", "floor")
 TENSOR = QuantSpec("e4m3", TENSORWISE, "fp32", "pow2")
 # Specs of the left and the right operand of a GEMM of groups.
 PAIRS = ((ROW, ROW), (TENSOR, TENSOR), (VECTOR, SQUARE), (VECTOR, VECTOR), (MX, MX))

@@ -5,7 +5,7 @@ import functools
 import expert_cases
 import pytest
 import torch
-from cases import CODES, SPECS, banded, each_recipe
+from cases import CODES, QUANTIZED, SPECS, banded, each_recipe
 
 import tritonfp8
 from tritonfp8.distributed.expert_parallel import payload_of
@@ -142,7 +142,7 @@ def test_with_fsdp2(with_fsdp, recipe, payload):
         assert stuck == []
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_the_8_bit_gather_of_fsdp2_changes_no_bit(ranks, with_fsdp, recipe):
     for reshard in (True, False) if recipe == "rowwise" else (True,):
         options = {"recipe": recipe, "payload": "float8", "reshard": reshard}

@@ -4,17 +4,17 @@ import covering
 import pytest
 import stored_cases
 import torch
-from cases import QUANTIZED
+from cases import IN_BYTES
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(6)]
-each_recipe = pytest.mark.parametrize("recipe", QUANTIZED)
+each_recipe = pytest.mark.parametrize("recipe", IN_BYTES)
 
 
 # How many ranks have copies of the shards, of how many ranks: FSDP2 hands on one tensor if a shard is the whole.
 @pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     ("recipe", "reshard", "world"),
-    covering.pairs(QUANTIZED, [True, False], [(1, None), (2, 1), (2, 2), (4, 4)]),
+    covering.pairs(IN_BYTES, [True, False], [(1, None), (2, 1), (2, 2), (4, 4)]),
 )
 def test_any_number_of_shards(request, recipe, reshard, world):
     size, copies = world
@@ -31,8 +31,9 @@ def test_the_bits_of_one_rank_under_fsdp2(ranks, recipe):
 
 @pytest.mark.one_in(1)
 @pytest.mark.parametrize("experts", [False, True])
-def test_mxfp4_is_sharded_between_rows(ranks, experts):
-    assert all(share <= 0.51 for share in ranks.run(2, stored_cases.packed, experts=experts))
+@pytest.mark.parametrize("recipe", ["mxfp4", "mxfp4_weights"])
+def test_mxfp4_is_sharded_between_rows(ranks, recipe, experts):
+    assert all(share <= 0.51 for share in ranks.run(2, stored_cases.packed, recipe=recipe, experts=experts))
 
 
 # Scales of whole tensors and of blocks; test_option has "mxfp8" in this order.

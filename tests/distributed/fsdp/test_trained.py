@@ -6,7 +6,7 @@ import covering
 import pytest
 import torch
 import trained_cases
-from cases import CODES, QUANTIZED, named
+from cases import CODES, IN_BYTES, named
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(6)]
 
@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(6)]
 WORLDS = {"fsdp2": 4, "fsdp2_kept": 2, "hsdp": 4, "ddp": 2, "tp_fsdp2": 4, "tp": 2}
 # Shards of FSDP2 cut the blocks of each recipe. The other layouts have its shards, or whole weights.
 LAYOUTS = [
-    *(("fsdp2", recipe) for recipe in (*QUANTIZED, *CODES.values())),
-    *covering.each(["fsdp2_kept", "hsdp", "ddp"], QUANTIZED),
+    *(("fsdp2", recipe) for recipe in (*IN_BYTES, *CODES.values())),
+    *covering.each(["fsdp2_kept", "hsdp", "ddp"], IN_BYTES),
 ]
 
 
@@ -29,7 +29,7 @@ def test_the_bits_of_one_rank(ranks, layout, recipe):
 @pytest.mark.parametrize(
     ("recipe", "layout", "world"),
     [
-        *covering.pairs(QUANTIZED, ["copies", "copies_kept"], [1, 2, 4]),
+        *covering.pairs(IN_BYTES, ["copies", "copies_kept"], [1, 2, 4]),
         ("rowwise", "hsdp of one", 2),
         ("blockwise", "hsdp of one_kept", 2),
     ],
@@ -57,7 +57,7 @@ def test_option(ranks, recipe, options):
 
 
 @pytest.mark.parametrize(
-    ("layout", "recipe"), [*(("tp_fsdp2", name) for name in QUANTIZED), ("tp", "rowwise"), ("tp", "blockwise")]
+    ("layout", "recipe"), [*(("tp_fsdp2", name) for name in IN_BYTES), ("tp", "rowwise"), ("tp", "blockwise")]
 )
 def test_tensor_parallel(ranks, layout, recipe):
     assert all(ranks.run(WORLDS[layout], trained_cases.compares_steps, recipe=recipe, layout=layout))

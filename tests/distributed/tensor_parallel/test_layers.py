@@ -5,7 +5,7 @@ import itertools
 import covering
 import pytest
 import torch
-from cases import QUANTIZED, normal, with_specials
+from cases import IN_BYTES, QUANTIZED, normal, with_specials
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -310,7 +310,7 @@ def test_a_traced_layer_has_its_backward_or_says_so(ranks, placements):
 
 
 @pytest.mark.parametrize("outliers", [False, True], ids=["normal", "outliers"])
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", IN_BYTES)
 def test_local_scales_are_as_accurate_as_global_ones(name, outliers):
     x, w = normal(256, 1024, seed=1), normal(256, 1024, seed=2)
     if outliers:

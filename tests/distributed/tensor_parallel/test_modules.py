@@ -101,7 +101,7 @@ def collectives_of_siblings(mesh, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_siblings_gather_once_and_scatter_their_gradient_once(ranks, name):
-    operands = 2 if name in ("rowwise", "blockwise", "mxfp8") else 1
+    operands = 2 if name in ("rowwise", "blockwise", "mxfp8", "mxfp4_weights") else 1
     assert ranks.run(2, collectives_of_siblings, name) == [[operands, 1]] * 2
 
 

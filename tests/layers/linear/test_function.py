@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CODES, cpu_and_cuda, named, normal, with_gradients
+from cases import CODES, cpu_and_cuda, named, normal, rounded, with_gradients
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -58,6 +58,7 @@ def sum_of_rows(grad, recipe):
 def expected_of(x, weight, bias, grad, recipe):
     """Output and the three gradients as the recipe's equations say."""
     rows, of_rows = x.detach().reshape(-1, x.shape[-1]), grad.reshape(-1, weight.shape[0])
+    weight = rounded(weight.detach(), recipe)
     return (
         product(recipe.output, rows, weight, bias, x.dtype).view(grad.shape),
         product(recipe.grad_input, of_rows, weight.t(), None, x.dtype).view(x.shape),

@@ -68,7 +68,9 @@ def test_same_bits(name, dtype):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_no_pass_quantizes_a_weight(name):
     module, xs = layer(name), inputs()
-    assert weight_casts(lambda: accumulate(module, xs)) == 2 * 2 * STEPS
+    # To MXFP4 first, where the recipe does that.
+    casts = 2 if recipes.get(name).weights is None else 4
+    assert weight_casts(lambda: accumulate(module, xs)) == casts * 2 * STEPS
     with quantize_weights_once(module):
         assert weight_casts(lambda: accumulate(module, xs)) == 0
 

@@ -3,7 +3,7 @@
 import pytest
 import routings
 import torch
-from cases import each_recipe, normal
+from cases import each_recipe, normal, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import recipes as any_recipe
@@ -220,7 +220,8 @@ class TestOperands:
         grad, offsets = normal(140, 24, seed=9), ends(3, 130, 0)
         quantize, multiply = functional.quantize_groups, tritonfp8.scaled_grouped_matmul
         out, grads = gradients(grouped, [x.requires_grad_() for x in (input, weight, bias)], offsets, recipe, grad)
-        a, b = quantize(input, offsets, recipe.output.lhs), functional.quantize_matrices(weight, recipe.output.rhs)
+        values = rounded(weight.detach(), recipe)
+        a, b = quantize(input, offsets, recipe.output.lhs), functional.quantize_matrices(values, recipe.output.rhs)
         assert_bitwise_equal(multiply(a, b, offsets, torch.float32, bias=bias.detach()), out.detach())
         a, b = (
             quantize(x, offsets, spec, transpose=True)

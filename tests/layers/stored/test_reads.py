@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CODES, QUANTIZED, cpu_and_cuda, named, normal
+from cases import CODES, IN_BYTES, QUANTIZED, cpu_and_cuda, named, normal
 from stored_layers import spec_of
 from torch import nn
 
@@ -117,7 +117,7 @@ def trained_layer(recipe):
     return layer
 
 
-@pytest.mark.parametrize("recipe", [*QUANTIZED, *CODES.values()], ids=named)
+@pytest.mark.parametrize("recipe", [*IN_BYTES, *CODES.values()], ids=named)
 def test_a_penalty_beside_a_layer_trains(recipe):
     """The gradient of the layer and the gradient of the penalty add up."""
     layer, grads = trained_layer(recipe), []

@@ -1,9 +1,13 @@
-"""The faults about what is made from codes: transposes, and codes of MXFP4; as arguments of ``Mutant``."""
+"""The faults about what is made from codes: transposes, codes of MXFP4, weights that are rounded to it; as arguments
+of ``Mutant``.
+"""
 
 _KERNELS = ("tests/kernels/cast/test_codes.py",)
 _LAYERS = ("tests/layers/test_transposes.py",)
 
 _SENT = ("tests/distributed/test_codes.py", "-k", "bits_of_one_process")
+_SOURCE = "tritonfp8/layers/linear/weight_source.py"
+_ROUNDED = ("tests/layers/test_rounded_weights.py",)
 _EXPERTS = ("tests/distributed/expert_parallel/test_experts.py", "-k", "as_they_arrive")
 _PACKED = ("tests/kernels/cast/test_packed.py",)
 _READ = ("tests/clients/models/test_mxfp4_checkpoints.py",)
@@ -183,5 +187,61 @@ FAULTS = (
         "values = values.mT.contiguous().view(values.shape).mT if job.is_transposed else values",
         "the weights of gpt-oss are read in the order of their codes",
         _READ,
+    ),
+    (
+        _SOURCE,
+        "return self.source.now(self.values(weight), specs)",
+        "return self.source.now(weight, specs)",
+        "forward multiplies a weight that is not rounded",
+        _ROUNDED,
+    ),
+    (
+        _SOURCE,
+        "return self.source.later(self.values(weight), how, grad_output)",
+        "return self.source.later(weight, how, grad_output)",
+        "the transposed weight is made from values that are not rounded",
+        _ROUNDED,
+    ),
+    (
+        _SOURCE,
+        "return self.source.both(self.values(weight), specs)",
+        "return self.source.both(weight, specs)",
+        "a weight that is quantized once is not rounded",
+        _ROUNDED,
+    ),
+    (
+        "tritonfp8/layers/moe/grouped.py",
+        "            weight = self.source.values(weight)\n",
+        "",
+        "gradients of experts in high precision read weights that are not rounded",
+        _ROUNDED,
+    ),
+    (
+        "tritonfp8/layers/stored/replace.py",
+        "(recipe.weights or not (reads and",
+        "(not (reads and",
+        "a recipe that rounds weights takes codes that were not",
+        _ROUNDED,
+    ),
+    (
+        "tritonfp8/distributed/fsdp/gather_plan.py",
+        "rounded(shard.mT, self.weights).mT if flipped else rounded(shard, self.weights)",
+        "shard",
+        "FSDP2 sends codes of a weight that is not rounded",
+        ("tests/distributed/fsdp/test_fsdp.py", "-k", "mxfp4_weights and equal_those_without"),
+    ),
+    (
+        "tritonfp8/distributed/tensor_parallel/linear.py",
+        "return sealed(rounded(x, spec, amax), x)",
+        "return sealed(rounded(x, spec), x)",
+        "each rank rounds its part of a block by itself",
+        ("tests/distributed/test_parallelism.py", "-k", "test_rowwise and mxfp4_weights"),
+    ),
+    (
+        "tritonfp8/rollout/sharing.py",
+        "spec, read = layer.recipe.storage, layer.recipe.output.rhs",
+        "spec = read = layer.recipe.output.rhs",
+        "a rollout reads codes of weights that were not rounded",
+        ("tests/rollout/test_generator.py", "-k", "after_each_step and mxfp4_weights"),
     ),
 )

@@ -362,6 +362,7 @@ CASES = {
     "convert.md-5": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, checks.check_stored, ranks=False),
     "convert.md-6": Case(lambda mesh: {"model": Mlp()}, checks.check_trained_in_8_bits, ranks=False),
     "convert.md-7": Case(checks.trained_in_8_bits, checks.check_averaged, ranks=False),
+    "convert.md-8": Case(checks.even_layer, checks.check_packed, ranks=False),
     "experts.md-0": Case(checks.mixture, checks.check_mixture, ranks=False),
     "experts.md-1": Case(checks.groups, checks.check_groups, ranks=False),
     "experts.md-2": Case(checks.stored_mixture, checks.check_stored_mixture, ranks=False),

@@ -12,7 +12,7 @@ from tritonfp8.layers.stored import StoredWeight
 
 # Three experts a token: a sum of two has no order.
 FAMILIES = {"qwen3": WHOLE, "llama": WHOLE, "moe": EXPERTS | {"num_experts_per_tok": 3}}
-RECIPES = ("rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
+RECIPES = ("rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8", "mxfp4_weights")
 IDS = torch.arange(3, 21).reshape(3, 6)
 # Two prompts are padded.
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])

@@ -228,3 +228,12 @@ def check_written(names):
     assert len(before) == len(after)
     assert before != after
     os.chdir(names["before"])
+
+
+def even_layer(mesh):
+    """A layer whose codes fill whole bytes."""
+    return {"torch": torch, "tritonfp8": tritonfp8, "model": torch.nn.Linear(64, 64), "x": torch.randn(8, 64)}
+
+
+def check_packed(names):
+    assert names["model"].weight.spec.format == "e2m1"

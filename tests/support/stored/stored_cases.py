@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from cast_counts import HighPrecisionMemory
 from raised import raised
 from stored_expert_cases import IDS, mixture
-from stored_layers import EXPERTS_KIND, LINEARS, MXFP4, call, reloaded, weights_of
+from stored_layers import EXPERTS_KIND, LINEARS, call, reloaded, weights_of
 from stored_layers import stored as stored_as
 from stored_models import (
     HIDDEN,
@@ -72,10 +72,10 @@ def compares(mesh, recipe, dtype=torch.bfloat16, recompute=None, order="stored_f
     return True
 
 
-def packed(mesh, experts=False):
+def packed(mesh, recipe, experts=False):
     """Weights in MXFP4, of linear layers or of experts, are sharded between rows and computed with as on one rank."""
     kind = EXPERTS_KIND if experts else LINEARS
-    model, sharded = stored_as(kind, MXFP4), stored_as(kind, MXFP4)
+    model, sharded = stored_as(kind, recipe), stored_as(kind, recipe)
     expected, values = call(model, kind).detach(), [weight.dequantize() for weight in weights_of(model)]
     sizes = [weight.nbytes for weight in weights_of(model)]
     for module in [] if experts else (sharded[0], sharded[2]):

@@ -35,6 +35,7 @@ from tritonfp8.layers.moe import ConvertedExperts, is_converted_experts
 from tritonfp8.specs.naming import listed, reasons
 
 OTHER_DIM = "it is sharded along another dim than the expert dim"
+SPLIT = "its recipe rounds it in blocks of in features, and ranks of tensor parallelism share one"
 FEWER = "it is resharded to fewer ranks after forward (reshard_after_forward=int)"
 
 
@@ -273,6 +274,8 @@ class Float8AllGather:
                 settings = GatherSettings.of(weight.module.recipe, managed)
                 if settings != before and not self._keeps_bytes(managed, before, settings):
                     weight.plan = plan_of(name, weight.module, managed, settings, self.cast)
+                    if weight.plan is None and settings.recipe.weights is not None and name not in self._told:
+                        self._untold[name] = SPLIT
                     if before is not None:
                         managed.forget_gathered()
                     weight.settings, changed = settings, True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,9 +16,19 @@ from torch.distributed.tensor import Replicate, Shard
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, MatricesLayout
 from tritonfp8.distributed.fsdp.orientations import WeightOrientation, weight_orientations
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed
-from tritonfp8.distributed.shard_layout import DimLayout, Mesh, aligned_to, flattened, largest_blocks, plain_mesh
+from tritonfp8.distributed.shard_layout import (
+    DimLayout,
+    Mesh,
+    aligned_to,
+    flattened,
+    largest_blocks,
+    plain_mesh,
+    splits_rounding,
+)
+from tritonfp8.layers.linear import rounded
 from tritonfp8.ops import ALIGNMENT, GridPlace, casts_shards
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec
 
 
 class GatherSettings(NamedTuple):
@@ -85,9 +95,22 @@ class GatherPlan:
         """Whether the bytes of a gather hold one of two orientations."""
         return len(self.layout.orientations) > 1 and not self.layout.together
 
-    def shard(self) -> Tensor:
-        """This rank's rows or experts, on the device that computes, in the dtype that is quantized."""
-        return self.managed.local.detach().to(self.device, self.quantized_dtype)
+    @cached_property
+    def weights(self) -> QuantSpec | None:
+        """The format that the values are rounded to before they are quantized; None if they are not."""
+        return self.layout.orientations[0].weights
+
+    def shard(self, local: Tensor | None = None) -> Tensor:
+        """This rank's rows or experts, on the device that computes, the values that are quantized.
+
+        ``local``: the shard where FSDP moved it; None for where it lies.
+        """
+        shard = (self.managed.local if local is None else local).detach().to(self.device, self.quantized_dtype)
+        if self.weights is None or not shard.numel():
+            return shard
+        # Of a parameter [E, K, N] the operand of output, the first one, is the transpose.
+        flipped = self.layout.orientations[0].transposed
+        return rounded(shard.mT, self.weights).mT if flipped else rounded(shard, self.weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +149,7 @@ class RowsPlan(GatherPlan):
     def is_groupable(self) -> bool:
         """Whether the ops that cast many shards at once take every orientation."""
         orientations = zip(self.layout.orientations, self.places, strict=True)
-        return all(
+        return self.weights is None and all(
             casts_shards(orientation.spec) and place.fits(orientation.block) for orientation, place in orientations
         )
 
@@ -251,7 +274,9 @@ class Sent(NamedTuple):
 
 
 def plan_of(name: str, module: Any, managed: Managed, settings: GatherSettings, cast: bool) -> GatherPlan | None:
-    """How a weight is gathered in 8 bits; None if its recipe reads it in high precision.
+    """How a weight is gathered in 8 bits.
+
+    None if its recipe reads it in high precision, or rounds it in blocks that ranks of tensor parallelism share.
 
     Args:
         name: of its layer, for messages.
@@ -277,13 +302,14 @@ def plan_of(name: str, module: Any, managed: Managed, settings: GatherSettings, 
     layout: Any
     if is_rows:
         rows, cols = managed.shape
-        layout = ByteLayout(
-            rows, cols, managed.shards, orientations, settings.together, _within(managed, settings.recipe)
-        )
+        within = _within(managed, settings.recipe)
+        if within is not None and splits_rounding(settings.recipe, within[1]):
+            return None
+        layout = ByteLayout(rows, cols, managed.shards, orientations, settings.together, within)
     else:
         # Of gpt-oss the parameter is [E, K, N], whose matrices the GEMMs read transposed.
         flipped = bool(getattr(module, "is_transposed", False))
-        read = tuple(WeightOrientation(o.spec, o.transposed != flipped, o.spec_t) for o in orientations)
+        read = tuple(replace(o, transposed=o.transposed != flipped) for o in orientations)
         experts, rows, cols = managed.shape
         layout = MatricesLayout(experts, rows, cols, managed.shards, read, settings.together)
         computed = module.casts_to or computed

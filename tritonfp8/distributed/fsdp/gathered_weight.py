@@ -116,6 +116,12 @@ class GatheredWeight(CodesTensor):
         specs = ", ".join(str(orientation.spec) for orientation in self._byte_layout.orientations)
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {specs})"
 
+    @property
+    def spec(self) -> QuantSpec:
+        """The format that ranks rounded their shards to, else the spec of the operand of ``output``."""
+        first = self._byte_layout.orientations[0]
+        return first.weights or first.spec
+
     def _given(self) -> GatheredBytes:
         return GatheredBytes(self._codes, self._codes_t, self._scale, self._scale_t)
 
@@ -323,11 +329,14 @@ def _read_or_gather(
     return found
 
 
-def _read_tagged(given: GatheredBytes, tag: Tensor, index: int | WeightOrientation) -> tuple[Tensor, Tensor]:
-    """As :func:`_read_or_gather` by the layout of now, in memory that no argument of an op has."""
+def _read_tagged(given: GatheredBytes, tag: Tensor, index: int | tuple[QuantSpec, bool]) -> tuple[Tensor, Tensor]:
+    """As :func:`_read_or_gather` by the layout of now, in memory that no argument of an op has.
+
+    ``index``: of the orientation, or its spec and whether it is transposed.
+    """
     key, weight, _ = tag.tolist()
     layout = _sources[key].layout_of(weight)
-    place: int = layout.orientations.index(index) if isinstance(index, WeightOrientation) else index
+    place = index if isinstance(index, int) else [(o.spec, o.transposed) for o in layout.orientations].index(index)
     qdata, scale = _read_or_gather(given, tag, layout, place)
     shared = given.codes.untyped_storage().data_ptr()
     qdata, scale = (x.clone() if x.untyped_storage().data_ptr() == shared else x for x in (qdata, scale))
@@ -347,7 +356,7 @@ def _gathered_operand(
     grad_output: Tensor | None = None,
 ) -> list[Tensor]:
     given = GatheredBytes(buffer, None, scale, scale)
-    found = _read_tagged(given, tag, WeightOrientation(spec_of(spec), transposed))
+    found = _read_tagged(given, tag, (spec_of(spec), transposed))
     return [*found] if scale is None else [found[0]]
 
 

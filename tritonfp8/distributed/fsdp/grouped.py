@@ -1,8 +1,8 @@
 """Many shards cast in one launch, on GPUs: the amaxes of a model, the bytes of all weights that FSDP gathers together.
 
 Cast one by one the shards get the same bits, but the host needs some tens of microseconds for each cast, more than the
-GPU. Shards are cast one by one (:mod:`.shard_casts`) on a CPU, if scales travel with the bytes (mxfp8), and if a block
-begins inside a tile of the kernels.
+GPU. Shards are cast one by one (:mod:`.shard_casts`) on a CPU, if scales travel with the bytes (mxfp8), if a recipe
+rounds weights before, and if a block begins inside a tile of the kernels.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def fill_one_by_one(batch: Batch, shards: dict[str, Tensor], amaxes: Tensor) -> 
     tensors: list[tuple[Tensor, Tensor]] = []
     for name, local in shards.items():
         plan = batch.plans[name]
-        shard = local.detach().to(plan.device)
+        shard = local.detach().to(plan.device) if plan.weights is None else plan.shard(local)
         for place, grid in zip(plan.layout.places(plan.rank), grids[name], strict=True):
             if place.orientation.block == TENSORWISE:
                 tensors.append((grid, shard))

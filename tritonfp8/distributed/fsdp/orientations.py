@@ -19,11 +19,13 @@ class WeightOrientation:
         spec: of the operand.
         transposed: whether it is the transpose.
         spec_t: of the transpose that is made from the codes of this one; None if none is.
+        weights: see :class:`~tritonfp8.Recipe`; each rank rounds its shard.
     """
 
     spec: QuantSpec
     transposed: bool
     spec_t: QuantSpec | None = None
+    weights: QuantSpec | None = None
 
     @cached_property
     def block(self) -> tuple[int, int]:
@@ -49,11 +51,11 @@ def weight_orientations(recipe: Recipe) -> tuple[WeightOrientation, ...]:
 
     None in high precision, nor where only one of the two GEMMs is quantized: the other needs the values anyway.
     """
-    output, grad_input = recipe.output.rhs, recipe.grad_input.rhs
+    output, grad_input, weights = recipe.output.rhs, recipe.grad_input.rhs, recipe.weights
     if output is None or grad_input is None:
         return ()
     if serves_both(recipe):
-        return (WeightOrientation(output, False),)
+        return (WeightOrientation(output, False, None, weights),)
     if recipe.transposed_from == "codes":
-        return (WeightOrientation(output, False, grad_input),)
-    return WeightOrientation(output, False), WeightOrientation(grad_input, True)
+        return (WeightOrientation(output, False, grad_input, weights),)
+    return WeightOrientation(output, False, None, weights), WeightOrientation(grad_input, True, None, weights)

@@ -188,7 +188,7 @@ class WeightToGather:
             self.source.kept.keep(self, wanted, segment)
 
     def _packed(self, plan: GatherPlan, wanted: tuple[int, ...], shard: Tensor | None = None) -> tuple[Tensor, ...]:
-        shard = plan.shard() if shard is None else shard.to(plan.quantized_dtype)
+        shard = plan.shard(shard)
         if self.reduction is None:
             return plan.layout.pack(shard, wanted)
         sent = plan.layout.pack(shard, wanted, plan.rank, self.reduction.reduced)

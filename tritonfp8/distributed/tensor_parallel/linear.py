@@ -16,7 +16,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from tritonfp8.distributed import options
 from tritonfp8.distributed.fsdp import GatheredWeight
-from tritonfp8.distributed.shard_layout import align, distributed, largest_blocks, plain_mesh, unalign
+from tritonfp8.distributed.global_scales import global_amax
+from tritonfp8.distributed.shard_layout import (
+    DimLayout,
+    align,
+    distributed,
+    largest_blocks,
+    plain_mesh,
+    splits_rounding,
+    unalign,
+)
 from tritonfp8.distributed.tensor_parallel.placements import ShardedLayer, cached_layer_of, layer_of
 from tritonfp8.distributed.tensor_parallel.sharded_operands import (
     GatheredShard,
@@ -30,10 +39,11 @@ from tritonfp8.distributed.tensor_parallel.token_gather import (
     is_own_transpose,
     scattered_rows,
 )
-from tritonfp8.layers.linear import Operands, SharedInput, WeightSource, local_linear, weight_operands
+from tritonfp8.layers.linear import Operands, SharedInput, WeightSource, local_linear, rounded, weight_operands
 from tritonfp8.layers.stored import StoredRows, StoredWeight
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec
 from tritonfp8.specs.checks import shown
 
 _STORED = (StoredRows, StoredWeight)
@@ -132,7 +142,7 @@ def quantize_shard(weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> Ca
         None,
     )
     source = ShardedWeight(*layer.scaled[1:])
-    return CachedShard(weight_operands(_aligned_weight(weight, layer), recipe, needs_grad_input, source), scaling)
+    return CachedShard(weight_operands(_read_weight(weight, layer, recipe), recipe, needs_grad_input, source), scaling)
 
 
 def _cached_operands(cached: object) -> Operands | None:
@@ -150,6 +160,31 @@ def _cached_operands(cached: object) -> Operands | None:
 
 def _aligned_weight(weight: DTensor, layer: ShardedLayer) -> Tensor:
     return align(layer.k, align(layer.n, weight.to_local(grad_placements=layer.placements.grad_weight), 0), 1)
+
+
+class _RoundedTogether(torch.autograd.Function):
+    """A shard rounded in blocks that lie on several ranks, to the values of the whole weight; passes its gradient on.
+
+    The ranks reduce the amaxes in forward, for the reason of :meth:`ShardedWeight.now`. So the values are saved for
+    backward. A cast that rounds them once more leaves them as they are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: QuantSpec, layouts: tuple[DimLayout, DimLayout]) -> Tensor:
+        amax, _ = global_amax(x, spec, None, layouts)
+        return sealed(rounded(x, spec, amax), x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+def _read_weight(weight: DTensor, layer: ShardedLayer, recipe: Recipe) -> Tensor:
+    """This rank's part of a weight as the casts read it."""
+    local = _aligned_weight(weight, layer)
+    if not splits_rounding(recipe, layer.k) or isinstance(weight._local_tensor, _HAVE_CODES):
+        return local
+    return _RoundedTogether.apply(local, recipe.weights, (layer.n, layer.k))  # type: ignore[no-untyped-call]
 
 
 def sharded_linear(
@@ -254,7 +289,7 @@ def _local(
         operand = own_rows = _aligned_rows(rows, layer, input, shared_input)
     if summed_later:
         operand = _FromShards.apply(moved, operand, layer)  # type: ignore[no-untyped-call]
-    w = _aligned_weight(weight, layer)
+    w = _read_weight(weight, layer, recipe)
     needs = (torch.is_grad_enabled() and x.requires_grad for x in (operand, weight))
     scatter = layer.scatter if _sends_gradient_once(recipe, *needs) else None
     provider = ShardedOperands(*layer.scaled, layer.gather if in_8_bits else None, layer.k, scatter, layer.n)

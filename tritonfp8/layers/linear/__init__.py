@@ -84,7 +84,9 @@ from tritonfp8.layers.linear.weight_source import (
     quantize_weight,
     raise_without_transpose,
     read_operand,
+    rounded,
     serves_both,
+    source_for,
     source_of,
     weight_operands,
 )

@@ -20,7 +20,15 @@ from tritonfp8.layers.linear.function import LinearFunction, LinearPlan, may_cha
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
 from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, OperandProvider, Pair, Specs
 from tritonfp8.layers.linear.transforms import transformed
-from tritonfp8.layers.linear.weight_source import CASTS, Operands, WeightSource, check_cached, pair_of, source_of
+from tritonfp8.layers.linear.weight_source import (
+    CASTS,
+    Operands,
+    WeightSource,
+    check_cached,
+    pair_of,
+    source_for,
+    source_of,
+)
 from tritonfp8.layers.tensor_types import PLAIN, TENSORS, handler_of
 from tritonfp8.layers.unsupported import refuse_compiled_transform, refuse_transform
 from tritonfp8.ops import graph_op, is_exporting, is_traced
@@ -129,14 +137,14 @@ def local_linear(
         provider, source: see :class:`OperandProvider` and :class:`WeightSource`.
         may_cast_again: whether backward of a compiled graph may cast the input again; see :func:`_may_cast_again`.
     """
-    # Siblings are called with the input that autocast has not cast yet.
-    shared_as = input if shared_as is None else shared_as
+    shared_as = input if shared_as is None else shared_as  # Siblings are called with what autocast has not cast yet.
     input, weight, bias = cast_operands(input, weight, bias)
     rows = input if input.ndim == 2 else (input if input.ndim > 1 else torch.atleast_2d(input)).flatten(0, -2)
     grad = torch.is_grad_enabled()
     needs = (grad and input.requires_grad, grad and weight.requires_grad)
     again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(shared_as)
     layer = counting.take_callers()[0] if counting.is_logging else None
+    source = source if recipe.weights is None else source_for(recipe, weight, source)
     plan = LinearPlan(recipe, *needs, quantized_weight is not None, provider, source, again, layer)
     if own_rows is None and provider is LOCAL and source is CASTS:
         plan = _chained(plan, rows, weight, *recipe.args)

@@ -206,10 +206,10 @@ def _weight_values(plan: LinearPlan, saved: Saved) -> Tensor:
     if spec is None or plan.source.has_codes:
         # A weight that has codes has their values only.
         assert saved.weight is not None
-        return saved.weight
+        return plan.source.values(saved.weight)
     if qdata is None or scale is None:
         assert saved.weight is not None
-        qdata, scale = ops.quantize(saved.weight, *spec.args)
+        qdata, scale = ops.quantize(plan.source.values(saved.weight), *spec.args)
     return ops.dequantize(qdata, scale, *spec.args, dtype)
 
 
@@ -280,10 +280,10 @@ def may_chain(recipe: str) -> bool:
     """Whether a layer of a recipe runs the ops of forward as one call, and the ops of backward as another.
 
     To the same bits: the host then looks up one plan for all launches, where each op of eager code takes it as long as
-    two launches. All three GEMMs must be quantized, and transposes made from values.
+    two launches. All three GEMMs must be quantized, transposes made from values, and weights not rounded before.
     """
     found = recipe_of(recipe)
-    if found.transposed_from != "values" or found.quantized_share < 1:
+    if found.transposed_from != "values" or found.quantized_share < 1 or found.weights is not None:
         return False
     needs, dtype = (True, True), torch.bfloat16
     forward = _output_chain(recipe, needs, dtype, (True, True, True, False, False))

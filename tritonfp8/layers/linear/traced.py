@@ -17,7 +17,7 @@ from tritonfp8.layers.first_order import refuse_second_derivative
 from tritonfp8.layers.linear.dispatch import local_linear
 from tritonfp8.layers.linear.function import LinearPlan, Saved, cached_for_backward, gradients
 from tritonfp8.layers.linear.operands import LOCAL, Specs
-from tritonfp8.layers.linear.weight_source import CASTS, Operands
+from tritonfp8.layers.linear.weight_source import CASTS, Operands, source_for
 from tritonfp8.ops import implement, saved
 from tritonfp8.recipes import Recipe, recipe_of
 from tritonfp8.specs import QuantSpec
@@ -70,7 +70,8 @@ def _backward(
 ) -> list[Tensor]:
     how = recipe_of(recipe)
     cached, cached_t = (qdata, scale), (qdata_t, scale_t)
-    plan = LinearPlan(how, needs_input, needs_weight, _operands(how, (*cached, *cached_t)) is not None, LOCAL, CASTS)
+    source, is_cached = source_for(how, weight, CASTS), _operands(how, (*cached, *cached_t)) is not None
+    plan = LinearPlan(how, needs_input, needs_weight, is_cached, LOCAL, source)
     if counting.is_logging:
         plan = plan._replace(layer=counting.take_callers()[0])
     grad, rows = _rows(grad_output), _rows(input)

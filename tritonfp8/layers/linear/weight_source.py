@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8 import ops
@@ -37,6 +38,10 @@ class WeightSource:
         """Whether the weight is quantized already, so that nobody needs to keep its codes for several passes."""
         return False
 
+    def values(self, weight: Tensor) -> Tensor:
+        """The values that are quantized, or that a GEMM in high precision reads."""
+        return weight
+
     def now(self, weight: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
         """The weight for ``output``; runs in forward.
 
@@ -63,6 +68,51 @@ class WeightSource:
     def both(self, weight: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """The weight as :meth:`now` and :meth:`later` return it, for more than one pass."""
         return quantize_for(weight.detach(), *specs)
+
+
+@dataclass(frozen=True)
+class RoundedWeight(WeightSource):
+    """Rounds a weight to a format of fewer bits; another source casts the rounded values.
+
+    Backward rounds the weight again, to the same values, so nothing more is saved for it.
+
+    Attributes:
+        spec: of the format.
+        source: of weights that have values, whole or shards. Blocks of ``spec`` are whole in a shard, or its values
+            are rounded already.
+    """
+
+    spec: QuantSpec
+    source: WeightSource
+
+    def values(self, weight: Tensor) -> Tensor:
+        """See :func:`rounded`."""
+        return rounded(weight.detach(), self.spec)
+
+    def now(self, weight: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
+        """See :class:`WeightSource`."""
+        return self.source.now(self.values(weight), specs)
+
+    def later(self, weight: Tensor, how: Later, grad_output: Tensor | None) -> Pair:
+        """See :class:`WeightSource`."""
+        return self.source.later(self.values(weight), how, grad_output)
+
+    def both(self, weight: Tensor, specs: Specs) -> tuple[Pair, Pair]:
+        """See :class:`WeightSource`."""
+        return self.source.both(self.values(weight), specs)
+
+
+def rounded(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Tensor:
+    """``x [..., K]`` rounded to the values of MXFP4, in the dtype of ``x``; ``amax``: see ``reference.quantize``.
+
+    This is exact in bfloat16 and float32, and in float16: a value has two significant bits, a block has no value beyond
+    its amax, and rounding a multiple of the smallest float16 gives a multiple of it.
+    """
+    odd = x.shape[-1] % 2
+    # A zero changes no amax, and fills the last byte.
+    qdata, scale = ops.quantize(F.pad(x, (0, 1)) if odd else x, *spec.args, False, amax)
+    values = ops.dequantize(qdata, scale, *spec.args, x.dtype)
+    return values[..., :-1] if odd else values
 
 
 @dataclass(frozen=True)
@@ -116,6 +166,26 @@ def source_of(weight: Tensor) -> WeightSource:
     return SOURCES.get(type(weight), CASTS)
 
 
+def source_for(recipe: Recipe, weight: Tensor, source: WeightSource) -> WeightSource:
+    """``source`` of a weight, for a recipe that may round weights before it quantizes them.
+
+    Raises:
+        ValueError: the recipe rounds weights, and the weight has codes of another format.
+    """
+    if recipe.weights is None:
+        return source
+    if not source.has_codes:
+        return RoundedWeight(recipe.weights, source)
+    # Dynamo cannot read it; convert and swap_recipe check it for layers.
+    known = recipe.weights if torch.compiler.is_compiling() else getattr(weight, "spec", recipe.weights)
+    if known != recipe.weights:
+        raise ValueError(
+            f"recipe {recipe.name!r} reads weights that are rounded to {recipe.weights}, and this weight has codes of "
+            f"{known}: convert the model again from high precision, and swap recipes of gathered weights between steps"
+        )
+    return source
+
+
 def _quantized(pairs: tuple[Pair, Pair], specs: Sequence[QuantSpec | None]) -> Operands:
     first, second = (
         None if spec is None or pair[0] is None or pair[1] is None else Quantized(pair[0], pair[1], spec)
@@ -158,6 +228,7 @@ def weight_operands(weight: Tensor, recipe: Recipe, needs_grad_input: bool, sour
     """:func:`quantize_weight` of the part of a weight that ``source`` quantizes on this rank."""
     transposed = None if serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs
     specs = (recipe.output.rhs, transposed)
+    source = source_for(recipe, weight, source)
     return _quantized(source.both(weight, Specs(*specs, recipe.codes["weight"])), specs)
 
 

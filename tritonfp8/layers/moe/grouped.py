@@ -21,7 +21,17 @@ from tritonfp8.compat import counting
 from tritonfp8.compat.torch_private import is_transformed
 from tritonfp8.layers.extensions import SOURCES
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear import CASTS, NO_PAIR, Later, Pair, Specs, WeightSource, autocast_dtype, cast_to
+from tritonfp8.layers.linear import (
+    CASTS,
+    NO_PAIR,
+    Later,
+    Pair,
+    Specs,
+    WeightSource,
+    autocast_dtype,
+    cast_to,
+    source_for,
+)
 from tritonfp8.layers.moe.checks import (
     are_plain,
     check_cached,
@@ -122,9 +132,10 @@ GroupedOperands = tuple[QuantizedGroups | None, QuantizedGroups | None]
 def quantize_weights(weight: Tensor, recipe: Recipe, needs_grad_input: bool = True) -> GroupedOperands:
     """``weight [E, N, K]`` as the GEMMs of ``recipe`` read it, for :func:`grouped_linear` to use more than once."""
     specs = (recipe.output.rhs, recipe.grad_input.rhs if needs_grad_input else None)
+    pairs = source_for(recipe, weight, CASTS).both(weight, Specs(*specs, recipe.codes["weight"]))
     first, second = (
         None if spec is None else QuantizedGroups(*pair, spec, "matrices", weight.shape[0])  # type: ignore[arg-type]
-        for spec, pair in zip(specs, CASTS.both(weight, Specs(*specs, recipe.codes["weight"])), strict=True)
+        for spec, pair in zip(specs, pairs, strict=True)
     )
     return first, second
 
@@ -186,6 +197,7 @@ class GroupedPlan(NamedTuple):
         spec = self.recipe.codes["weight"]
         if gemm.rhs is None:
             assert weight is not None
+            weight = self.source.values(weight)
             if spec is not None:
                 weight = ops.dequantize(*ops.quantize_matrices(weight, *spec.args), *spec.args, grad.x.dtype)
             return ops.grouped_matmul(grad.tensor(), weight.transpose(1, 2), offsets)
@@ -354,8 +366,9 @@ def checked(
     layer = counting.take_callers()[0] if counting.is_logging else None
     if quantized_weight is not None:
         check_cached(quantized_weight, w, recipe, needs_input)
-    is_cached = quantized_weight is not None
-    plan = GroupedPlan(recipe, needs_input, needs_weight, needs_bias, is_cached, layer, SOURCES.get(type(w), CASTS))
+    is_cached, source = quantized_weight is not None, SOURCES.get(type(w), CASTS)
+    source = source if recipe.weights is None else source_for(recipe, w, source)
+    plan = GroupedPlan(recipe, needs_input, needs_weight, needs_bias, is_cached, layer, source)
     cached = [] if quantized_weight is None else [*_pair(quantized_weight[0]), *_pair(quantized_weight[1])]
     return x, w, b, plan, cached
 

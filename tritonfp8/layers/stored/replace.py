@@ -32,7 +32,7 @@ def is_stored(layer: nn.Module) -> bool:
 
 
 def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
-    """Replace the weights of each converted layer by stored ones, of the spec that its recipe reads for ``output``.
+    """Replace the weights of each converted layer by stored ones, of its recipe's ``storage``.
 
     With ``freeze`` none requires a gradient; else each does as before. One weight at a time: the memory of one is free
     before the next one is quantized.
@@ -46,7 +46,7 @@ def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
             for key in names_of_weights(layer):
                 weight = layer._parameters[key]
                 requires_grad = weight.requires_grad and not freeze
-                _put(layer, key, stored_as_layer(layer, key, weight, layer.recipe.output.rhs), requires_grad)
+                _put(layer, key, stored_as_layer(layer, key, weight, layer.recipe.storage), requires_grad)
                 # Nothing else may hold the weight in high precision while the next one is quantized.
                 del weight
         except Exception as error:
@@ -220,10 +220,11 @@ def check_swap(name: str, layer: Any, recipe: Recipe) -> Recipe:
         return recipe
     recipe = recipe_of_storage(recipe)
     spec = spec_of_weight(layer._parameters[stored[0]])
-    if recipe.output.rhs != spec and not (recipe.output.rhs and expands_to(spec, recipe.output.rhs)):
+    reads = recipe.output.rhs
+    if recipe.storage != spec and (recipe.weights or not (reads and expands_to(spec, reads))):
         raise ValueError(
             f"the weight of {name} is stored as {spec}, and recipe {recipe.name!r} reads "
-            f"{recipe.output.rhs}: convert the model again from high precision"
+            f"{recipe.storage}: convert the model again from high precision"
         )
     return recipe
 

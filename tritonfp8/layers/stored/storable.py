@@ -14,6 +14,7 @@ from tritonfp8.layers.moe import RoutedExperts, class_of_experts
 from tritonfp8.layers.stored.base import DTYPES
 from tritonfp8.layers.stored.sharding import reshard
 from tritonfp8.recipes import Gemm, Recipe
+from tritonfp8.specs.formats import BYTE_FORMATS
 from tritonfp8.specs.naming import listed, reasons
 
 
@@ -83,11 +84,20 @@ def _why_not_weight(
     return None
 
 
+def _is_in_bytes(recipe: Recipe) -> bool:
+    return recipe.storage is None or recipe.storage.format in BYTE_FORMATS
+
+
 def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]], on_meta: bool) -> str | None:
     if recipe.output.rhs is None:
         how = "leave the layer out by filter=, or swap its recipe before"
         return f"recipe {recipe.name!r} computes the output in high precision: {how}"
     weights = [layer._parameters.get(name) for name in names_of_weights(layer)]
+    columns = -2 if is_conv1d(layer) or getattr(layer, "is_transposed", False) else -1
+    if not _is_in_bytes(recipe) and any(weight is not None and weight.shape[columns] % 2 for weight in weights):
+        return (
+            f"{recipe.storage} has two codes a byte, and it has an odd number of in features: leave it out by filter="
+        )
     reasons = [_why_not_weight(layer, weight, owners, on_meta) for weight in weights]
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -109,15 +119,22 @@ def check_storable(
         raise ValueError(f"weights cannot be stored in 8 bits. {'; '.join(reasons(unfit, limit=3))}")
 
 
-def check_trainable(layers: Mapping[str, nn.Module]) -> None:
+def check_trainable(layers: Mapping[str, nn.Module], recipes: Mapping[str, Recipe]) -> None:
     """Check that the weights of these layers that require a gradient can be trained in 8 bits.
 
     Raises:
-        ValueError: one is not float32; names the layer and what to do.
+        ValueError: one is not float32, or its recipe stores it in fewer bits; names the layer and what to do.
     """
     for name, layer in layers.items():
         weights = [layer._parameters[key] for key in names_of_weights(layer)]
         trained = [weight for weight in weights if weight is not None and weight.requires_grad]
+        if trained and not _is_in_bytes(recipes[name]):
+            raise ValueError(
+                f"the weight of {name} requires a gradient, and stored as {recipes[name].storage} it takes no step of "
+                f"an optimizer. Recipe {recipes[name].name!r} trains weights in high precision: leave out "
+                "weight_storage, and store them afterwards by mode='inference'. Frozen weights can be stored: "
+                "requires_grad_(False)"
+            )
         if trained and trained[0].dtype != torch.float32:
             raise ValueError(
                 f"the weight of {name} requires a gradient and is {trained[0].dtype}. A weight that is trained in 8 "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tritonfp8.conversion import swap_recipe
 from tritonfp8.conversion.selection import converted, converted_experts, select
 from tritonfp8.functional import quantize, scaled_matmul
-from tritonfp8.layers.linear import is_conv1d, is_converted, require_module
+from tritonfp8.layers.linear import is_conv1d, is_converted, require_module, rounded
 from tritonfp8.layers.moe import (
     ConvertedExperts,
     computing_class,
@@ -220,11 +220,14 @@ class _Trial:
         errors = self.errors.setdefault(name, {recipe.name: {} for recipe in self._recipes})
         device = operands["input"].device.type
         for gemm in gemms:
-            lhs, rhs = (_operand(each, operands) for each in OPERANDS[gemm])
+            names = OPERANDS[gemm]
+            lhs, rhs = (_operand(each, operands) for each in names)
             with torch.autocast(device, enabled=False):
                 expected = lhs.float() @ rhs.float().t()
                 for recipe in self._recipes:
-                    actual = _product(getattr(recipe, gemm), lhs, rhs)
+                    weights = recipe.weights if names[1].startswith("weight") else None
+                    seen = operands if weights is None else {"weight": rounded(operands["weight"], weights)}
+                    actual = _product(getattr(recipe, gemm), lhs, _operand(names[1], seen))
                     error, before = relative_noise(actual - expected, lhs, rhs), errors[recipe.name].get(gemm)
                     errors[recipe.name][gemm] = error if before is None else torch.maximum(error, before)
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tritonfp8.conversion.selection import converted_experts, converted_layers
 from tritonfp8.layers import versions
-from tritonfp8.layers.linear import Float8Conv1D, Float8Linear
+from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, rounded
 from tritonfp8.layers.moe import ConvertedExperts
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
@@ -51,6 +51,11 @@ def input_of(layer_input: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor
 def _matrix_of(layer: Float8Linear | Float8Conv1D) -> Tensor:
     weight = local_matrix(layer.weight)
     return weight.t() if isinstance(layer, Float8Conv1D) else weight
+
+
+def _as_read(weight: Tensor, recipe: Recipe) -> Tensor:
+    """A weight as it is quantized: rounded, if the recipe rounds it before."""
+    return rounded(weight, recipe.weights) if recipe.weights is not None and _has_values(weight) else weight
 
 
 def _has_values(x: Tensor) -> bool:
@@ -117,7 +122,7 @@ class Observer:
             self.groups.measure_now(
                 ((name, "weight"), weight, spec_of_operand(layer.recipe, "weight"))
                 for name, layer in layers.items()
-                if _has_values(weight := _matrix_of(layer))
+                if _has_values(weight := _as_read(_matrix_of(layer), layer.recipe))
             )
             for name, module in expert_names(self._model).items():
                 self._observe_experts(name, module, stack)
@@ -127,7 +132,7 @@ class Observer:
         """Measure the weights of experts, and have the module tell of its rows and outputs until ``stack`` closes."""
         recipe, groups = module.recipe, self.groups
         for key, weight in module.weights(local_matrices).items():
-            if _has_values(weight):
+            if _has_values(weight := _as_read(weight, recipe)):
                 groups.measure_matrices((f"{name}.{key}", "weight"), weight, spec_of_operand(recipe, "weight"))
 
         module.observer = _ExpertsOfModel(self, name, recipe, groups)
