@@ -51,7 +51,7 @@ def loads(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
     from safetensors.torch import load_file
 
     with tempfile.TemporaryDirectory() as folder:
-        tritonfp8.export.save(model(sizes, torch.device("cpu")), folder, "fine_grained")
+        tritonfp8.export.save(model(sizes, device), folder, "fine_grained")
         files = sorted(Path(folder).glob("*.safetensors"))
         size = sum(each.stat().st_size for each in files)
 
