@@ -116,7 +116,7 @@ FAULTS = (
     ),
     (
         _SOURCE,
-        "return self.source.later(self.values(weight), how, grad_output)",
+        "return self.source.later(values, how, grad_output)",
         "return self.source.later(weight, how, grad_output)",
         "the transposed weight is made from values that are not rounded",
         _ROUNDED,
