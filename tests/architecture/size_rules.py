@@ -55,7 +55,7 @@ def class_name_violations(modules):
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
     "kernels": 5200,  # transposes that are made from codes, also of several weights and of groups; MXFP4
-    "compat": 1395,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; merging by peft; Ctrl-C
+    "compat": 1405,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; merging by peft; Ctrl-C
     "specs": 1165,  # naming; which transposes can be made from codes, and which stored codes have; two codes a byte
     "recipes": 700,  # transposed_from, a backward that dequantizes, files of the recipes of layers; mxfp4_weights
     "reference": 1930,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains; MXFP4
@@ -65,14 +65,14 @@ ROOM_LINES = {
     "layers": 7010,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
-    "export": 3120,  # MXFP4; load_tensors, the headers of a stream, and its check; a checkpoint as it was loaded
+    "export": 3200,  # MXFP4; load_tensors, the headers of a stream, and its check; a checkpoint as it was loaded
     "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 6010,  # codes sent once, the gradient of a scattered output too; weights rounded before
     "workflow": 3510,  # a sampled step in a few figures, for loggers and print; recipes to a file; weights in MXFP4
     "training": 1460,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
     "warmup": 1430,
-    "integrations": 1045,  # figures of sampled steps in the logs of two trainers; from_pretrained, also of AutoModel
+    "integrations": 1060,  # figures of sampled steps in the logs of two trainers; from_pretrained, also of AutoModel
     "advice": 1935,  # tritonfp8 advise: blocks, steps and layers measured or predicted, and a recommendation
     "cli": 470,  # the command advise
     "__main__": 10,
@@ -82,7 +82,7 @@ ROOM_LINES = {
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
 # MXFP4; codes in each mode; health; advice; diffusion; weights for engines; generators; chains; exact models
-TEST_LINES = 56_200
+TEST_LINES = 56_600
 
 
 def room_violations(modules, limits=None):

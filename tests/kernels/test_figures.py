@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from cases import cpu_and_cuda
+from strategies import VALID_SPECS
 
 from tritonfp8 import reference
 from tritonfp8.launch import executor, figures
@@ -55,7 +56,7 @@ def check(args):
 
 
 @cpu_and_cuda
-@pytest.mark.parametrize("text", [None, *SPECS])
+@pytest.mark.parametrize("text", [None, *(spec.args[0] for spec in VALID_SPECS)])
 def test_figures_of_every_spec(text, device):
     spec = None if text is None else SPECS[text]
     found = check(arguments(operands(torch.bfloat16, device=device), spec))

@@ -33,6 +33,7 @@ class CheckpointNames:
         except NotImplementedError:
             # transformers cannot save such a model, either.
             table, back = [], []
+        self._prefix = getattr(model, "base_model_prefix", "")
         self._renamings = [each for each in table if not _has_operations(each)]
         self._converters = [each for each in table if _has_operations(each)]
         self._back = [reverse for each, reverse in back if not _has_operations(each)]
@@ -46,6 +47,12 @@ class CheckpointNames:
         # A scale beside a weight must follow it.
         ends = ("", "_scale") if name.endswith(_WEIGHT) else ("",)
         return written if all(self._loaded(written + end) == (name + end, None) for end in ends) else name
+
+    def in_model(self, name: str) -> tuple[str, str]:
+        """The name that a loader gives a tensor of a checkpoint, and that name with the prefix of the base model."""
+        found, pattern = self._loaded(name)
+        found = name if pattern is not None else found
+        return found, f"{self._prefix}.{found}"
 
     def matrices(self, name: str) -> tuple[str, ...]:
         """The names of the matrices that lie below each other in a weight of experts, with ``*`` for the expert.

@@ -80,8 +80,12 @@ class CheckpointFormat:
         """Shape of the scale in a file, for a weight of ``shape``: ``[1]`` for one scale, else the grid of blocks."""
         return (1,) if self.spec.block == TENSORWISE else self.spec.scale_shape(shape)
 
+    def codes_of(self, weight: str) -> str:
+        """The name of the codes of a weight, by its name."""
+        return weight.removesuffix("weight") + self.codes_end
+
     def scale_of(self, weight: str) -> str:
-        """The name of the scale of codes, by their name."""
+        """The name of the scale of a weight, by its name."""
         return weight.removesuffix("weight") + self.scale_name
 
     def check_scale(self, name: str, scale: Tensor, layer: str) -> None:
@@ -102,11 +106,12 @@ class CheckpointFormat:
                 "modules_to_not_convert": list(ignored),
             }
             return config if scale_fmt is None else {**config, "scale_fmt": scale_fmt}
-        codes = {"num_bits": 8, "type": "float", "symmetric": True}
+        bits = 8 // FORMATS[self.spec.format].codes_a_byte
+        codes, inputs = {"num_bits": bits, "type": "float", "symmetric": True}, self.arguments["input_activations"]
         group = {
             "targets": ["Linear"],
             "weights": {**codes, "dynamic": False, **self.arguments["weights"]},
-            "input_activations": {**codes, "dynamic": True, **self.arguments["input_activations"]},
+            "input_activations": inputs and {**codes, "dynamic": True, **inputs},
             "output_activations": None,
             "format": self.arguments["format"],
         }
@@ -132,15 +137,22 @@ READ_SCALES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def _compressed(
-    name: str, spec: QuantSpec, weights: dict[str, Any], inputs: dict[str, Any], *, mx: bool = False, **others: Any
+    name: str,
+    spec: QuantSpec,
+    weights: dict[str, Any],
+    inputs: dict[str, Any] | None,
+    *,
+    format: str = "float-quantized",
+    **others: Any,
 ) -> CheckpointFormat:
-    format = "mxfp8-quantized" if mx else "float-quantized"
     arguments = {"weights": weights, "input_activations": inputs, "format": format}
     return CheckpointFormat(name, "compressed-tensors", spec, "weight_scale", arguments=arguments, **others)
 
 
 _pow2 = partial(QuantSpec, "e4m3", scale_rounding="pow2")
 _MX = {"strategy": "group", "group_size": BLOCK_1X32[1], "scale_dtype": "torch.uint8"}
+_MXFP4 = QuantSpec("e2m1", BLOCK_1X32, "e8m0", "floor")
+_WHOLE_GROUPS = "compressed-tensors needs whole groups of K"
 _ROWS = (
     CheckpointFormat(
         "fine_grained",
@@ -168,27 +180,33 @@ _ROWS = (
         _pow2(BLOCK_1X32, scale_format="e8m0"),
         _MX,
         _MX,
-        mx=True,
+        format="mxfp8-quantized",
         multiples=(1, BLOCK_1X32[1]),
-        why="compressed-tensors needs whole groups of K",
+        why=_WHOLE_GROUPS,
         note_on_experts=REFUSED_EXPERTS,
+    ),
+    _compressed(
+        "compressed_mxfp4",
+        _MXFP4,
+        _MX,
+        None,
+        format="mxfp4-pack-quantized",
+        multiples=(1, BLOCK_1X32[1]),
+        why=_WHOLE_GROUPS,
+        note_on_experts=REFUSED_EXPERTS,
+        codes_end="weight_packed",
     ),
 )
 
 CHECKPOINT_FORMATS: Mapping[str, CheckpointFormat] = MappingProxyType({row.name: row for row in _ROWS})
 """Checkpoint formats by name."""
 
-_MXFP4 = QuantSpec("e2m1", BLOCK_1X32, "e8m0", "floor")
 _READ_ROWS = (
-    replace(
-        _compressed("compressed_mxfp4", _MXFP4, _MX, _MX, multiples=(1, BLOCK_1X32[1])),
-        codes_end="weight_packed",
-    ),
     # gpt-oss: the weights of experts [E, N, K] as X_blocks [E, N, K/32, 16] and X_scales [E, N, K/32].
     CheckpointFormat("mxfp4", "mxfp4", _MXFP4, "_scales", (1, BLOCK_1X32[1]), codes_end="_blocks", is_blocked=True),
 )
 READ_FORMATS: Mapping[str, CheckpointFormat] = MappingProxyType({row.name: row for row in _READ_ROWS})
-"""Checkpoint formats that are read and not written, by name: two codes of 4 bits a byte."""
+"""Checkpoint formats that are read and not written, by name."""
 
 
 def checkpoint_format(name: object, scale_rounding: str, scale_fmt: str | None) -> CheckpointFormat:

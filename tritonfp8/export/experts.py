@@ -6,6 +6,7 @@ Sources of the names: transformers for its models, and the checkpoints of DeepSe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from tritonfp8.functional import quantize
 from tritonfp8.layers.moe import RoutedExperts, class_of_experts
 from tritonfp8.layers.stored import StoredMatrices, plain_weight
 from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.formats import SCALE_FORMATS
 from tritonfp8.specs.quantized import Quantized
 
 # The projections that lie below each other in a parameter [E, N, K], each with as many rows.
@@ -92,6 +94,12 @@ def rows_of_block(spec: QuantSpec, part: Part) -> int | None:
     return None if part.start % rows or (part.stop % rows and part.stop != total) else rows
 
 
+def are_alike(spec: QuantSpec, other: QuantSpec) -> bool:
+    """Whether codes by one spec are codes by the other: scales that are exponents are valid by any rounding of them."""
+    are_exponents = SCALE_FORMATS[spec.scale_format].exponent_only
+    return spec == other or (are_exponents and replace(spec, scale_rounding=other.scale_rounding) == other)
+
+
 def codes_of(weight: Tensor, parts: Iterable[tuple[str, Part]], spec: QuantSpec) -> Iterator[tuple[str, Quantized]]:
     """The codes of each part of a weight ``[E, N, K]``, by name: the stored codes if the weight is stored by ``spec``.
 
@@ -102,7 +110,7 @@ def codes_of(weight: Tensor, parts: Iterable[tuple[str, Part]], spec: QuantSpec)
     """
     values = None
     for name, part in parts:
-        if isinstance(weight, StoredMatrices) and weight.spec == spec and (rows := rows_of_block(spec, part)):
+        if isinstance(weight, StoredMatrices) and are_alike(weight.spec, spec) and (rows := rows_of_block(spec, part)):
             scale = weight._scale[part.expert, part.start // rows : -(-part.stop // rows)].contiguous()
             yield name, Quantized(weight._qdata[part.expert, part.start : part.stop], scale, spec)
             continue

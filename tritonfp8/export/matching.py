@@ -5,7 +5,8 @@ Every tensor of the checkpoint and of the model has a partner, is named by a pat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import compress
 from typing import NamedTuple
@@ -25,9 +26,10 @@ from tritonfp8.specs.naming import listed
 
 # What a scale of codes is called begins so. Other scales beside a weight are of activations and caches.
 _OF_WEIGHTS = ("weight", "scale", "qscale_weight")
+_EVERY = (*CHECKPOINT_FORMATS.values(), *READ_FORMATS.values())
 # How the names of codes end of which a byte holds several.
-_PACKED = tuple(row.codes_end for row in READ_FORMATS.values())
-CODES = frozenset(row.dtype for row in CHECKPOINT_FORMATS.values())
+_PACKED = tuple(row.codes_end for row in _EVERY if row.codes_end != "weight")
+CODES = frozenset(row.dtype for row in CHECKPOINT_FORMATS.values() if row.codes_end == "weight")
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,10 +65,10 @@ class Placed(NamedTuple):
     @property
     def _owner(self) -> Owner:
         owners = self.place.owners
-        names = self.name, _name_of_weight(self.name)
+        names = self.name, name_of_weight(self.name)
         named = [owner for owner in owners if owner.written in names]
         named += [owner for owner in owners if owner.name in names]
-        return owners[0] if self.part else named[0]
+        return owners[0] if self.part or not named else named[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,10 +116,14 @@ def match(
     found: list[FormatGroup],
     patterns: Collection[str],
     static: Collection[str] = (),
+    extra: Collection[str] = (),
+    in_model: Callable[[str], tuple[str, ...]] = lambda name: (name,),
 ) -> Match:
     """Find a partner for every tensor. Raises ValueError as :func:`tritonfp8.export.load` does.
 
-    ``static`` are the names of static scales of activations, which lie beside codes and need no partner.
+    ``static`` are the names of static scales of activations, which lie beside codes and need no partner. ``extra`` are
+    regular expressions of tensors that the class of the model leaves out, such as layers that predict further tokens.
+    ``in_model`` gives the names in the model of a tensor of a checkpoint whose name is not the one that is written.
     """
     found_places = list(model_places)
     of_name = _by_name(found_places, stored)
@@ -127,8 +133,9 @@ def match(
         if not any(_stored_name(name, stored) for owner in place.owners for name in (owner.name, owner.written))
     )
     parts = {_stored_name(name, stored) or name: part for name, part in found_parts.items()}
+    _add_other_names(stored, found_places, of_name, parts, in_model)
     jobs, unused = _jobs(stored, of_name, parts, found)
-    ignored = [name for name in unused if matches(name, patterns)]
+    ignored = [name for name in unused if matches(name, patterns) or any(re.search(each, name) for each in extra)]
     _check_ignored(ignored, jobs)
     of_codes = {_beside(job.name, "") for job in jobs if job.row is not None}
     of_activations = [
@@ -164,12 +171,33 @@ def _stored_name(name: str, stored: Collection[str]) -> str | None:
     return next((each for each in names if each in stored), None)
 
 
-def _name_of_weight(name: str) -> str:
+def name_of_weight(name: str) -> str:
     """The inverse of :func:`_stored_name`: the name of a weight, by the name of its codes."""
     end = next((end for end in _PACKED if name.endswith(end)), None)
     if end is None:
         return name
     return name.removesuffix(end) + ("weight" if end.startswith("weight") else "")
+
+
+def _add_other_names(
+    stored: Mapping[str, Stored],
+    model_places: Iterable[Place],
+    of_name: dict[str, Place],
+    parts: dict[str, Part],
+    in_model: Callable[[str], tuple[str, ...]],
+) -> None:
+    """Add names to ``of_name`` and ``parts`` that a loader renames, and saving does not give back: DeepSeek-V4's."""
+    named = {id(place) for name, place in of_name.items() if name in stored}
+    named |= {id(part.place) for name, part in parts.items() if name in stored}
+    left = {owner.name: place for place in model_places if id(place) not in named for owner in place.owners}
+    for name in stored if left else ():
+        if name in of_name or name in parts:
+            continue
+        for other in in_model(name):
+            if other in left:
+                of_name[name] = left[other]
+            elif other in parts and id(parts[other].place) not in named:
+                parts[name] = parts.pop(other)
 
 
 def patterns_of(ignore: object) -> tuple[str, ...]:
@@ -182,7 +210,7 @@ def patterns_of(ignore: object) -> tuple[str, ...]:
 
 
 def _without_weight(name: str) -> str:
-    return _name_of_weight(name).removesuffix("weight").removesuffix(".")
+    return name_of_weight(name).removesuffix("weight").removesuffix(".")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -192,7 +220,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def _beside(weight: str, key: str) -> str:
     """The name of a tensor beside a weight."""
-    return _name_of_weight(weight).removesuffix("weight") + key
+    return name_of_weight(weight).removesuffix("weight") + key
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -245,7 +273,7 @@ def _jobs(
             continue
         used.add(name)
         job = Placed(name, header, place, part=part)
-        is_packed = header.dtype is torch.uint8 and _name_of_weight(name) != name
+        is_packed = header.dtype is torch.uint8 and name_of_weight(name) != name
         if header.dtype not in CODES and not is_packed:
             jobs.append(job)
             continue

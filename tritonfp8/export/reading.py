@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.compat import uninterrupted
+from tritonfp8.compat import CheckpointNames, uninterrupted
 from tritonfp8.conversion import bare, reshard
-from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
+from tritonfp8.export.checkpoint_formats import checkpoint_format
 from tritonfp8.export.configs import FormatGroup, groups, scales_of_activations
 from tritonfp8.export.experts import rows_of_block
 from tritonfp8.export.files import (
@@ -32,7 +32,7 @@ from tritonfp8.export.files import (
 )
 from tritonfp8.export.matching import Match, Placed, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
-from tritonfp8.export.report import LoadedLayer, LoadReport, loaded, loaded_experts
+from tritonfp8.export.report import LoadedLayer, LoadReport, loaded, loaded_experts, shown_format
 from tritonfp8.functional import dequantize
 from tritonfp8.layers.linear import require_module
 from tritonfp8.layers.stored import (
@@ -44,7 +44,7 @@ from tritonfp8.layers.stored import (
     replacing,
     stored_part,
 )
-from tritonfp8.specs import BLOCKS, QuantSpec, expands_to, scale_shape
+from tritonfp8.specs import QuantSpec, expands_to, scale_shape
 from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.specs.naming import listed
@@ -73,8 +73,9 @@ def load(
             by ones in memory.
         folder: of the checkpoint.
         ignore: patterns of tensors that need no partner: in the checkpoint they are not read, such as ``"*.k_scale"``
-            of a cache; in the model they keep their values, such as a new head. Static scales of activations
-            (``input_scale``, ``activation_scale``) that the config names need no pattern: the report counts them.
+            of a cache; in the model they keep their values, such as a new head. No pattern is needed for what the class
+            of transformers leaves out, such as layers that predict further tokens, and for static scales of activations
+            (``input_scale``, ``activation_scale``) that the config names.
         device: where parameters on the meta device are made.
 
     Returns:
@@ -173,7 +174,9 @@ def _matched(
     reshard(model)
     model_places = places(model)
     check_has_memory(model_places)
-    return match(stored, model_places, found, patterns, static)
+    # By it classes of transformers name tensors of their checkpoints that they do not read.
+    extra = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return match(stored, model_places, found, patterns, static, extra, CheckpointNames(model).in_model)
 
 
 def _report(
@@ -248,21 +251,17 @@ def _fill_all(found: Iterable[Prepared]) -> tuple[dict[str, LoadedLayer], dict[s
             copied[job.name_in_model] = source
         elif isinstance(source, Quantized):
             assert job.row is not None
-            shown = _shown_format(job.row)
+            shown = shown_format(job.row)
             if x.ndim == 3:
                 layers[job.layer] = loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
             else:
                 layers[job.layer] = loaded(job.owner, shown, weight, source)
-        elif formats := {_shown_format(job.row) for job in jobs if job.row is not None}:
+        elif formats := {shown_format(job.row) for job in jobs if job.row is not None}:
             shown = f"{' and '.join(sorted(formats))}, of each expert"
             layers[job.place.name] = loaded_experts(job.owner, shown, weight, source, plain_weight(x), is_exact)
         else:
             copied[job.place.name] = "copied, of each expert"
     return layers, copied
-
-
-def _shown_format(row: CheckpointFormat) -> str:
-    return f"{row.name} {BLOCKS[row.spec.block].name}"
 
 
 def _check_tied(job: Placed, target: Tensor, x: Tensor) -> None:
@@ -317,8 +316,8 @@ def _kept_spec(scale: Tensor, spec: QuantSpec, target: Tensor) -> QuantSpec | No
     # Scales that are no powers of two would make the values inexact. The config does not always say what they are.
     if part is None or not _are_powers(scale):
         return None
-    if target.is_meta and expands_to(spec, part.spec):
-        # Nobody has these codes yet, and the recipe reads fewer bits as well.
+    if target.is_meta and not target.requires_grad and expands_to(spec, part.spec):
+        # Nobody has these codes yet, and the recipe reads fewer bits as well. They take no step.
         return spec
     return part.spec if replace(spec, scale_rounding=part.spec.scale_rounding) == part.spec else None
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonfp8.export.checkpoint_formats import CheckpointFormat
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.linear import is_converted
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.layers.stored import DTYPES, StoredMatrices, StoredWeight
-from tritonfp8.specs import EXPANDED
+from tritonfp8.specs import BLOCKS, EXPANDED
 from tritonfp8.specs.naming import columns, repeated
 from tritonfp8.specs.quantized import Quantized
 from tritonfp8.specs.testing import sqnr
@@ -143,6 +144,11 @@ def _loaded_layer(
     if exact and torch.equal(new, values):
         return LoadedLayer(loaded_as, SAME_VALUES)
     return LoadedLayer(loaded_as, ROUNDED, sqnr(new, values))
+
+
+def shown_format(row: CheckpointFormat) -> str:
+    """The format of a weight as a report names it."""
+    return f"{row.name} {BLOCKS[row.spec.block].name}"
 
 
 def loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:

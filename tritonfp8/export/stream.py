@@ -13,7 +13,7 @@ from tritonfp8.conversion import bare, reshard
 from tritonfp8.conversion.selection import Filter
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.choice import choose, ignored, is_exported, notes
-from tritonfp8.export.experts import PROJECTIONS, Part, codes_of, parts_of
+from tritonfp8.export.experts import PROJECTIONS, Part, are_alike, codes_of, parts_of
 from tritonfp8.export.files import Stored, given_tensors, headers_of
 from tritonfp8.export.permanent import check_adapters, permanent, value_of
 from tritonfp8.export.places import Place, joined, places
@@ -56,7 +56,7 @@ class WrittenTensor(NamedTuple):
             return {self.name: Stored("", self.dtype, shape)}
         found = {}
         for name, each in {name: part.shape for name, part in self.parts.items()}.items() or [(self.name, shape)]:
-            found[name] = Stored("", self.row.dtype, each)
+            found[self.row.codes_of(name)] = Stored("", self.row.dtype, self.row.codes_shape(each))
             found[self.row.scale_of(name)] = Stored("", self.row.scale_dtype, self.row.scale_shape(each))
         return found
 
@@ -74,7 +74,7 @@ class WrittenTensor(NamedTuple):
                 yield from _written(name, q, self.row)
         else:
             # The codes of a stored weight as they are, if it has these.
-            if isinstance(x, StoredWeight) and x.spec == self.row.spec:
+            if isinstance(x, StoredWeight) and are_alike(x.spec, self.row.spec):
                 q = x.quantized
             else:
                 q = quantize(plain_weight(x), self.row.spec)
@@ -84,8 +84,8 @@ class WrittenTensor(NamedTuple):
 def _written(name: str, q: Quantized, row: CheckpointFormat) -> Iterator[tuple[str, Tensor]]:
     if not bool(q.scale.float().isfinite().all()):
         raise ValueError(f"{name} has a NaN or an infinity: an engine would compute with it. Check the training")
-    yield name, q.qdata
-    scale = q.scale.contiguous().view(row.scale_dtype).reshape(row.scale_shape(q.qdata.shape))
+    yield row.codes_of(name), q.qdata
+    scale = q.scale.contiguous().view(row.scale_dtype).reshape(row.scale_shape(q.shape))
     yield row.scale_of(name), scale
 
 
@@ -152,13 +152,14 @@ def plan(
             ``"compressed_tensor"``: ``X.weight_scale [1]`` float32.
             ``"compressed_block"``: ``X.weight_scale [ceil(N/128), K/128]`` float32.
             ``"compressed_mxfp8"``: ``X.weight_scale [N, K/32]`` uint8, an exponent biased by 127.
+            ``"compressed_mxfp4"``: the same beside ``X.weight_packed [N, K/2]`` uint8, two e2m1 codes a byte.
         filter: which layers are quantized: a list of patterns or names, or a function ``filter(module, fqn) -> bool``.
             Without one these are the converted layers whose recipe quantizes ``output``, and in a model without
             converted layers the choice of :func:`tritonfp8.convert`. Output heads, tied weights and ``Conv1D``
             always stay in high precision, as do layers whose size the format's readers misread.
         scale_rounding: of :class:`~tritonfp8.QuantSpec`. ``"pow2"``: powers of two, which a cast to bfloat16 keeps.
             ``"none"`` (float32 scales) is finer by up to one bit; loaders that cast scales to bfloat16 round it.
-            ``"floor"`` (``"compressed_mxfp8"``) is the OCP rule, which may saturate.
+            ``"floor"`` (``"compressed_mxfp8"`` and ``"compressed_mxfp4"``) is the OCP rule, which may saturate.
         scale_fmt: ``"ue8m0"`` (``"fine_grained"``) is written into the config: it says that scales are powers of two,
             so that engines use kernels for those and quantize activations alike.
         dtype: bfloat16, float16 or float32, to which other floating tensors are cast; None leaves them as they are.

@@ -38,7 +38,7 @@ from tritonfp8.export.files import (
     stored_tensors,
     written_before,
 )
-from tritonfp8.export.matching import Placed
+from tritonfp8.export.matching import Placed, name_of_weight
 from tritonfp8.export.permanent import check_adapters, permanent, value_of
 from tritonfp8.export.places import check_whole, places
 from tritonfp8.export.reading import matched_with, prepared
@@ -47,6 +47,7 @@ from tritonfp8.export.stream import WrittenTensor, planned
 from tritonfp8.layers.linear import require_module
 from tritonfp8.layers.stored import CodesTensor, plain_weight
 from tritonfp8.specs.checks import require_int, require_type
+from tritonfp8.specs.formats import SCALE_FORMATS
 from tritonfp8.specs.naming import listed
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -278,14 +279,19 @@ def _tensors_of(jobs: Iterable[Placed], stored: Mapping[str, Stored]) -> dict[st
             values = plain_weight(value_of(first.place.tensor))
             found.update({job.name: _cut(values, job).to(job.stored.dtype) for job in group})
             continue
-        # A config does not say how scales were rounded, and powers of two are exact in each dtype of a scale.
-        row = replace(row, spec=replace(row.spec, scale_rounding="pow2"))
-        parts = {job.name: job.part for job in group if job.part is not None}
-        made = dict(WrittenTensor(first.name, first.place.tensor, row, first.stored.dtype, parts).tensors())
+        if not SCALE_FORMATS[row.spec.scale_format].exponent_only:
+            # A config does not say how scales were rounded, and powers of two are exact in each dtype of a scale.
+            row = replace(row, spec=replace(row.spec, scale_rounding="pow2"))
+        weight = first.place.tensor
+        if first.is_transposed:
+            weight = plain_weight(value_of(weight)).mT.contiguous()
+        names = {job.name: name_of_weight(job.name) for job in group}
+        parts = {names[job.name]: job.part for job in group if job.part is not None}
+        made = dict(WrittenTensor(names[first.name], weight, row, first.stored.dtype, parts).tensors())
         for job in group:
             assert job.scale is not None
-            found[job.name] = made[job.name]
-            found[job.scale] = _scale_like(job.scale, made[row.scale_of(job.name)], stored[job.scale])
+            found[job.name] = made[row.codes_of(names[job.name])].reshape(job.stored.shape)
+            found[job.scale] = _scale_like(job.scale, made[row.scale_of(names[job.name])], stored[job.scale])
     return found
 
 

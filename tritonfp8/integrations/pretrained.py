@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +17,11 @@ from tritonfp8 import quantized_init, recipes
 from tritonfp8.conversion import convert, revert
 from tritonfp8.conversion.selection import converted
 from tritonfp8.export import load_any, specs_of
-from tritonfp8.layers.stored import is_stored, names_of_weights, why_experts_stay
+from tritonfp8.layers.stored import is_stored, names_of_weights, recipe_of_storage, stored_part, why_experts_stay
 from tritonfp8.recipes import Recipe
-from tritonfp8.specs import QuantSpec
+from tritonfp8.specs import QuantSpec, expands_to
 from tritonfp8.specs.checks import require
+from tritonfp8.specs.formats import BYTE_FORMATS
 
 # By the blocks of its weights the recipe that reads codes as they are; the first is for checkpoints without codes.
 RECIPES = ("rowwise", "blockwise", "mxfp8")
@@ -92,6 +94,7 @@ def loaded(
         model = made_of._from_config(config, dtype=in_high)
     # accelerate gives each name a tensor of its own.
     model.tie_weights()
+    _keep_in_float32(model)
     if train == "full":
         _give_back_experts(model)
     log.info("%s as %s: %s", root, chosen.name, load_any(model, root, device))
@@ -116,12 +119,19 @@ def _local(folder: str | Path) -> Path:
 
 def _recipe_of(specs: list[QuantSpec]) -> str:
     """The recipe that reads the codes of the first spec that has one; one scale a weight is one for each row, too."""
-    read = {name: recipes.get(name).output.rhs for name in RECIPES}
+    read = {name: recipe_of_storage(recipes.get(name)).output.rhs for name in RECIPES}
     for spec in specs:
         for name, rhs in read.items():
-            if rhs is not None and (rhs.block, rhs.scale_format) == (spec.block, spec.scale_format):
+            # Codes of fewer bits are read by a scale a row, which has a kernel on every GPU.
+            if rhs is not None and (
+                expands_to(spec, rhs) if spec.format not in BYTE_FORMATS else _has_blocks(spec, rhs)
+            ):
                 return name
     return RECIPES[0]
+
+
+def _has_blocks(spec: QuantSpec, rhs: QuantSpec) -> bool:
+    return (rhs.block, rhs.scale_format) == (spec.block, spec.scale_format)
 
 
 def _class_of(config: PretrainedConfig) -> Any:
@@ -133,6 +143,17 @@ def _class_of(config: PretrainedConfig) -> Any:
             "code of its own is made inside of tritonfp8.quantized_init, and filled by tritonfp8.export.load"
         )
     return made_of
+
+
+def _keep_in_float32(model: Any) -> None:
+    """Give float32 to what the class keeps so beside 16 bits, such as the biases by which tokens choose experts."""
+    kept = [re.escape(key).replace(r"\*", ".*") for key in model._keep_in_fp32_modules_strict or ()]
+    for path, module in model.named_modules():
+        for own in (module._parameters, module._buffers) if kept else ():
+            for key, x in own.items():
+                is_floating = x is not None and x.is_floating_point() and stored_part(x) is None
+                if is_floating and re.search("|".join(kept), f"{path}.{key}"):
+                    own[key] = x.float() if own is module._buffers else nn.Parameter(x.float(), x.requires_grad)
 
 
 def _give_back_experts(model: nn.Module) -> None:

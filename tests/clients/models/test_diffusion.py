@@ -175,7 +175,9 @@ def test_adapters_train_are_saved_and_loaded(tmp_path, mode):
     other.load_lora_adapter(tmp_path, prefix=None, weight_name="pytorch_lora_weights.safetensors")
     assert_bitwise_equal([output(other, inputs)], [output(model, inputs)])
     if mode == "inference":
-        with pytest.raises(NotImplementedError, match="merging adapters would round a frozen weight that is stored in 8 bits"):
+        with pytest.raises(
+            NotImplementedError, match="merging adapters would round a frozen weight that is stored in 8 bits"
+        ):
             model.fuse_lora()
         tritonfp8.revert(model)
         expected = output(model, inputs)

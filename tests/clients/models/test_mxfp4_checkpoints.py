@@ -1,8 +1,10 @@
 """Checkpoints in MXFP4, as gpt-oss has them and as compressed-tensors writes them: the values of their own readers."""
 
+import copy
 import json
 import logging
 
+import peft
 import pytest
 import torch
 import transformers
@@ -175,7 +177,9 @@ def test_layers_keep_the_codes_of_the_file(tmp_path, kind, sizes):
 def test_rows_that_e4m3_does_not_hold_are_reported(tmp_path, caplog):
     folder = gpt_oss(tmp_path / "it", far=True)
     with caplog.at_level(logging.INFO, "tritonfp8"):
-        from_pretrained(folder, "rowwise")
+        # The recipe that is chosen.
+        from_pretrained(folder)
+    assert " as rowwise: " in caplog.text
     assert "a scale a row rounds 1 rows of them, and the recipe 'mxfp8' none" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "tritonfp8"):
@@ -227,3 +231,113 @@ def test_a_config_of_other_codes_is_an_error(tmp_path):
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(ValueError, match=r"weight_packed .*codes"):
         tritonfp8.export.load(model, folder)
+
+
+@pytest.mark.parametrize("rounding", ["pow2", "floor"])
+def test_what_is_written_is_read_by_others_and_here(tmp_path, rounding):
+    model = model_of("qwen3", RAGGED | {"intermediate_size": 192})
+    plan = tritonfp8.export.plan(model, "compressed_mxfp4", scale_rounding=rounding)
+    report = tritonfp8.export.save(model, tmp_path, "compressed_mxfp4", scale_rounding=rounding)
+    assert plan.bytes_after == report.bytes_after
+    # Layers with a K that is no multiple of 32 stay in high precision.
+    assert len(report.exported) == 7
+    stored = files_of(tmp_path)
+    spec = QuantSpec("e2m1", (1, 32), "e8m0", rounding)
+    for name, layer in model.named_modules():
+        if name in report.exported:
+            qdata, scale = reference.quantize(layer.weight.detach(), *spec.args)
+            assert_bitwise_equal(stored[f"{name}.weight_packed"], qdata)
+            assert_bitwise_equal(stored[f"{name}.weight_scale"], scale.view(torch.uint8))
+    ours = model_of("qwen3", RAGGED | {"intermediate_size": 192}, seed=1)
+    tritonfp8.export.load(ours, tmp_path)
+    theirs, ours = values_of(theirs_of(tmp_path, "compressed_mxfp4")), values_of(ours)
+    assert_bitwise_equal({name: theirs[name] for name in ours}, ours)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3", RAGGED), ("moe", EXPERTS)])
+def test_a_loaded_model_is_written_byte_for_byte(tmp_path, kind, sizes):
+    folder, _ = compressed(tmp_path, kind, sizes)
+    model = from_pretrained(folder, "rowwise")
+    tritonfp8.export.save(model, tmp_path / "again", "compressed_mxfp4")
+    before, after = files_of(folder), files_of(tmp_path / "again")
+    assert sum(name.endswith("_packed") for name in after) == (7 if kind == "qwen3" else 16)
+    assert_bitwise_equal(dict(sorted(after.items())), dict(sorted(before.items())))
+    tensors = tritonfp8.export.tensors(model, "compressed_mxfp4")
+    other = from_pretrained(folder, "mxfp8")
+    report = tritonfp8.export.load_tensors(other, tensors, "compressed_mxfp4")
+    assert {layer.again for layer in report.layers.values()} == {"codes kept"}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_lora_trains_on_codes_that_stay(tmp_path, compiled):
+    """Ten steps of adapters of each layer: the losses of the plain model of the values, to the bit."""
+    folder, plain = compressed(tmp_path)
+    tritonfp8.export.load(plain, folder)
+    tritonfp8.convert(plain.requires_grad_(False), "rowwise")
+    loaded = from_pretrained(folder, "rowwise", "adapters")
+    # Its frequencies are float32, where a cast of the whole model rounds them.
+    plain.model.rotary_emb = copy.deepcopy(loaded.model.rotary_emb)
+    losses, before = [], {}
+    for model in (loaded, plain.train()):
+        torch.manual_seed(0)
+        before[model] = {name: x._qdata.clone() for name, x in model.named_parameters() if isinstance(x, StoredWeight)}
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        run = torch.compile(adapted, backend="aot_eager") if compiled else adapted
+        optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-2)
+        losses.append([])
+        for _ in range(10):
+            loss = run(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+    stored, plain_ones = before.values()
+    assert not plain_ones
+    now = {name: x._qdata for name, x in loaded.named_parameters() if isinstance(x, StoredWeight)}
+    assert_bitwise_equal(list(now.values()), list(stored.values()))
+    assert len(now) == 7
+
+
+def test_gpt_oss_trains_and_comes_out_as_it_was(tmp_path):
+    """Trained experts are quantized once; what did not change is copied, and transformers reads the same values."""
+    folder, out = gpt_oss(tmp_path / "it"), tmp_path / "out"
+    model = from_pretrained(folder, train="full")
+    changed = "model.layers.1.mlp.experts.down_proj"
+    optimizer = tritonfp8.optim.AdamW([model.get_parameter(changed)], 1e-2)
+    losses = []
+    for _ in range(10):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    tritonfp8.export.save(model, out)
+    before, after = files_of(folder), files_of(out)
+    assert list(after) == list(before)
+    ends = ("_blocks", "_scales")
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {changed + end for end in ends}
+    qdata, scale = codes_of(model.get_parameter(changed).detach().mT.contiguous())
+    assert_bitwise_equal([after[changed + end].flatten(2) for end in ends], [qdata, scale])
+    assert config_of(out) == config_of(folder)
+    again = from_pretrained(out, train="adapters")
+    kept = again.get_parameter(changed)
+    assert_bitwise_equal([kept._qdata, kept._scale.view(torch.uint8)], [qdata, scale])
+
+
+def test_compressed_tensors_trains_and_comes_out_as_it_was(tmp_path):
+    folder, _ = compressed(tmp_path)
+    model = from_pretrained(folder, train="full")
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = model.get_parameter(name).dequantize().clone()
+    model(IDS, labels=IDS).loss.backward()
+    tritonfp8.optim.AdamW([model.get_parameter(name)], 0.1).step()
+    now = model.get_parameter(name).dequantize()
+    assert not torch.equal(now, before)
+    tritonfp8.export.save(model, tmp_path / "out")
+    found, after = files_of(folder), files_of(tmp_path / "out")
+    changed = {key for key in found if not torch.equal(found[key], after[key])}
+    assert {f"{name}_packed"} <= changed <= {f"{name}_packed", f"{name}_scale"}
+    assert_bitwise_equal([after[f"{name}_packed"], after[f"{name}_scale"]], list(codes_of(now)))

@@ -76,6 +76,19 @@ def test_every_code_with_every_scale(device):
 
 
 @each_device
+def test_a_long_row_counts_all_that_is_rounded(device):
+    """Values of 2^-20 of the largest, which lies in the last block."""
+    (text,), blocks = SPECS[0].args, cast_tiles.PACKED.n // 32 + 3
+    qdata = torch.full((2, 16 * blocks), 0x11, dtype=torch.uint8)
+    scale = torch.full((2, blocks), 100, dtype=torch.uint8)
+    scale[:, -1] = 120
+    codes = qdata.to(device), scale.view(torch.float8_e8m0fnu).to(device)
+    found = casts.expand_codes(*codes, text)
+    assert_bitwise_equal(list(found), list(reference.expand_codes(*codes, text)))
+    assert found[2].flatten().tolist() == [32 * (blocks - 1)] * 2
+
+
+@each_device
 def test_layouts_in_memory_and_memory_that_exists(device):
     (text,) = SPECS[1].args
     for name, x in views(normal(33, 70, dtype=torch.bfloat16).to(device)).items():

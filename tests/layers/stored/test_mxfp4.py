@@ -127,6 +127,21 @@ def test_a_step_is_refused_before_it_changes_a_weight(optimizer):
     assert_bitwise_equal(codes_of(model)[0], before)
 
 
+@each_kind
+def test_writes_replace_all_values_or_are_refused(kind):
+    weight = weights_of(stored(kind, MXFP4))[0].requires_grad_()
+    before = weight.dequantize().detach()
+    with torch.no_grad():
+        for write in (lambda: weight.mul_(0.5), lambda: weight.lerp_(before, 0.5), lambda: weight.view(-1)[:3].add_(1)):
+            with pytest.raises(NotImplementedError, match=r"does not work on a weight that is stored.*dequantize\(\)"):
+                write()
+            assert torch.equal(weight.dequantize(), before)
+        weight.view(-1)[:32] = 3.0
+        assert torch.equal(weight.dequantize().view(-1)[:32], torch.full((32,), 3.0, dtype=before.dtype))
+        weight.fill_(0.5)
+        assert torch.equal(weight.dequantize(), torch.full_like(before, 0.5))
+
+
 def test_parts_are_cut_between_rows():
     weight = stored(LINEARS, MXFP4)[0].weight
     values, rows = weight.dequantize(), weight.detach().as_shard()

@@ -44,18 +44,18 @@ def differing(folder, other):
     return sorted(name for name in found.keys() | theirs.keys() if found.get(name) != theirs.get(name))
 
 
-def train(model, folder, optimizer=None, steps=10, save_steps=None, resume=False, **columns):
+def train(model, folder, optimizer=None, steps=10, save_steps=None, resume=False, bf16=False, **columns):
     """Steps of the real Trainer. Returns the losses.
 
     Args:
-        model, folder, optimizer, steps: as the Trainer takes them.
+        model, folder, optimizer, steps, bf16: as the Trainer takes them.
         save_steps: steps from one checkpoint in ``folder`` to the next; None saves none.
         resume: whether to go on from the last of them.
         **columns: that each row has, too.
     """
     arguments = TrainingArguments(
         output_dir=folder, max_steps=steps, per_device_train_batch_size=2, lr_scheduler_type="constant",
-        logging_steps=1, learning_rate=1e-2, report_to=[], disable_tqdm=True, use_cpu=True, seed=0,
+        logging_steps=1, learning_rate=1e-2, report_to=[], disable_tqdm=True, use_cpu=True, seed=0, bf16=bf16,
         save_strategy="steps" if save_steps else "no", save_steps=save_steps or 1, remove_unused_columns=not columns,
     )  # fmt: skip
     rows = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(0)).tolist()

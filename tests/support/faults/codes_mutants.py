@@ -1,4 +1,6 @@
-"""The faults about transposes that are made from codes, and weights that are rounded, as arguments of ``Mutant``."""
+"""The faults about what is made from codes: transposes, codes of MXFP4, weights that are rounded to it; as arguments
+of ``Mutant``.
+"""
 
 _KERNELS = ("tests/kernels/cast/test_codes.py",)
 _LAYERS = ("tests/layers/test_transposes.py",)
@@ -7,6 +9,8 @@ _SENT = ("tests/distributed/test_codes.py", "-k", "bits_of_one_process")
 _SOURCE = "tritonfp8/layers/linear/weight_source.py"
 _ROUNDED = ("tests/layers/test_rounded_weights.py",)
 _EXPERTS = ("tests/distributed/expert_parallel/test_experts.py", "-k", "as_they_arrive")
+_PACKED = ("tests/kernels/cast/test_packed.py",)
+_READ = ("tests/clients/models/test_mxfp4_checkpoints.py",)
 
 FAULTS = (
     (
@@ -106,6 +110,83 @@ FAULTS = (
         "return ops.transpose_codes(self._as_operand()[0], self._as_operand()[1].mul(2), *self.spec.args, *spec.args)",
         "stored codes are transposed by twice their scale",
         ("tests/layers/stored/test_stored.py",),
+    ),
+    (
+        "kernels/cast/packed.py",
+        "return (low | (high << 4)).to(tl.uint8)",
+        "return (high | (low << 4)).to(tl.uint8)",
+        "the element with the even index has the high bits",
+        _PACKED,
+    ),
+    (
+        "kernels/cast/packed.py",
+        "exponent = tl.maximum(magnitude >> 23, EMIN + 127)",
+        "exponent = magnitude >> 23",
+        "a value below the smallest normal number is rounded by its own binade",
+        _PACKED,
+    ),
+    (
+        "kernels/cast/packed.py",
+        "tl.where(largest < INFINITY_BITS, rounded, 0)",
+        "rounded",
+        "values of a row with a NaN count as rounded",
+        _PACKED,
+    ),
+    (
+        "kernels/cast/packed.py",
+        "rounded += tl.sum",
+        "rounded = tl.sum",
+        "values that e4m3 does not hold are counted in the last columns of a long row only",
+        _PACKED,
+    ),
+    (
+        "tritonfp8/reference/casts.py",
+        "steps = torch.ldexp(magnitude, fmt.mantissa_bits - exponent).round()",
+        "steps = torch.ldexp(magnitude, fmt.mantissa_bits - exponent).add(0.5).floor()",
+        "a value between two codes of e2m1 goes away from zero, not to the even code",
+        ("tests/reference/test_packed.py",),
+    ),
+    (
+        "tritonfp8/layers/stored/base.py",
+        "return int((rounded > 0).sum())",
+        "return 0",
+        "rows of MXFP4 that a scale a row rounds are not reported",
+        ("tests/layers/stored/test_mxfp4.py",),
+    ),
+    (
+        "tritonfp8/layers/stored/direct.py",
+        "    if _is_packed(part):\n        _counts.is_stepping = False\n",
+        "    if False:\n        _counts.is_stepping = False\n",
+        "an optimizer begins a step of weights in MXFP4",
+        ("tests/layers/stored/test_mxfp4.py",),
+    ),
+    (
+        "tritonfp8/export/reading.py",
+        "if target.is_meta and not target.requires_grad and expands_to(spec, part.spec):",
+        "if target.is_meta and expands_to(spec, part.spec):",
+        "weights that train keep codes that take no step",
+        ("tests/clients/models/test_mxfp4_checkpoints.py", "-k", "compressed_tensors_trains"),
+    ),
+    (
+        "tritonfp8/export/writing.py",
+        "            weight = plain_weight(value_of(weight)).mT.contiguous()\n",
+        "            weight = plain_weight(value_of(weight)).mT.contiguous() * 1.1\n",
+        "trained experts come out with other values",
+        ("tests/clients/models/test_mxfp4_checkpoints.py", "-k", "gpt_oss_trains"),
+    ),
+    (
+        "tritonfp8/export/reading.py",
+        "if target.is_meta and not target.requires_grad and expands_to(spec, part.spec):",
+        "if target.is_meta and False:",
+        "the codes of an MXFP4 checkpoint become codes of 8 bits",
+        _READ,
+    ),
+    (
+        "tritonfp8/export/reading.py",
+        "values = values.mT if job.is_transposed else values",
+        "values = values.mT.contiguous().view(values.shape).mT if job.is_transposed else values",
+        "the weights of gpt-oss are read in the order of their codes",
+        _READ,
     ),
     (
         _SOURCE,

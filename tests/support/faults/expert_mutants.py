@@ -167,8 +167,8 @@ FAULTS = (
     ),
     (
         "tritonfp8/export/reading.py",
-        "return _are_powers(scale) and replace(",
-        "return replace(",
+        "if part is None or not _are_powers(scale):",
+        "if part is None:",
         "scales that are no powers of two become those of a stored weight",
         _EXPORT,
     ),
