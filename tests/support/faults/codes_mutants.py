@@ -217,13 +217,6 @@ FAULTS = (
         _ROUNDED,
     ),
     (
-        "tritonfp8/layers/stored/replace.py",
-        "(recipe.weights or not (reads and",
-        "(not (reads and",
-        "a recipe that rounds weights takes codes that were not",
-        _ROUNDED,
-    ),
-    (
         "tritonfp8/distributed/fsdp/gather_plan.py",
         "rounded(shard.mT, self.weights).mT if flipped else rounded(shard, self.weights)",
         "shard",
