@@ -62,10 +62,10 @@ ROOM_LINES = {
     "tuning": 1535,  # tiles of transposes that are made from codes
     "launch": 4830,  # transposes that are made from codes, also of several weights and of groups; chains; MXFP4
     "ops": 1860,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
-    "layers": 7010,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
+    "layers": 7020,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
-    "export": 3200,  # MXFP4; load_tensors, the headers of a stream, and its check; a checkpoint as it was loaded
+    "export": 3205,  # MXFP4; load_tensors, the headers of a stream, and its check; a checkpoint as it was loaded
     "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 6010,  # codes sent once, the gradient of a scattered output too; weights rounded before

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import IN_BYTES, rounded
 from checkpoints import FINE_GRAINED, FORMATS, WHOLE, blocks_of, files_of, model_of, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,15 +12,14 @@ import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.export import CHECKPOINT_FORMATS
 
-QUANTIZED = [name for name in recipes.names() if name != "bf16"]
-SPECS = {name: recipes.get(name).storage for name in QUANTIZED}
+SPECS = {name: recipes.get(name).output.rhs for name in IN_BYTES}
 
 
 def codes_by_recipe(layer):
     return tritonfp8.quantize(layer.weight, layer.recipe.output.rhs)
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("recipe", IN_BYTES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_equal_specs_keep_the_values_and_most_codes(tmp_path, format, recipe):
     """A block whose largest code is at most 224 gets twice the codes and half the scale; every other keeps its bits."""
@@ -51,7 +51,7 @@ def other_dtype(row):
 
 @settings(max_examples=40)
 @given(
-    recipe=st.sampled_from(QUANTIZED),
+    recipe=st.sampled_from(IN_BYTES),
     format=st.sampled_from(FORMATS),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     scale_rounding=st.sampled_from(["pow2", "none"]),
@@ -141,3 +141,20 @@ def test_the_output_of_a_layer_is_that_of_its_codes(tmp_path):
     tritonfp8.export.load(other, tmp_path)
     ids = torch.arange(8).reshape(1, 8)
     assert torch.equal(model(ids).logits, other(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "moe"])
+@pytest.mark.parametrize("format", ["compressed_channel", "compressed_mxfp4"])
+def test_a_recipe_that_rounds_weights_writes_what_its_forward_multiplies(tmp_path, format, kind):
+    model = model_of(kind)
+    tritonfp8.convert(model, "mxfp4_weights")
+    plan = tritonfp8.export.save(model, tmp_path, format)
+    assert all(layer.same_codes for layer in plan.layers.values() if layer.exported_as)
+    other = model_of(kind, seed=1)
+    tritonfp8.export.load(other, tmp_path)
+    written = {name for name, layer in plan.layers.items() if layer.exported_as}
+    assert written
+    for (name, x), (_, y) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        owner = name.rpartition(".")[0]
+        expected = rounded(x.detach(), recipes.get("mxfp4_weights")) if owner in written else x
+        assert torch.equal(y, expected), name

@@ -2,6 +2,7 @@
 
 import functools
 
+import cases
 import pytest
 import torch
 from checkpoints import FORMATS, WHOLE, files_of, model_of
@@ -10,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tritonfp8
 from tritonfp8 import recipes
+from tritonfp8.export import CHECKPOINT_FORMATS
 
 PARTLY = WHOLE | {"intermediate_size": 192}
 ATTENTION = [f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"]
@@ -131,12 +133,13 @@ def test_the_report_says_whether_training_reads_the_same_codes(format, name):
     same = {
         "rowwise": ["compressed_channel"], "rowwise_hp_grad_weight": ["compressed_channel"],
         "blockwise": ["fine_grained", "compressed_block"], "mxfp8": ["compressed_mxfp8"], "tensorwise": [],
-        "mxfp4_weights": [],
+        "mxfp4_weights": ["compressed_channel", "compressed_mxfp4"],
     }  # fmt: skip
     assert found == {format in same[name]}
     layer = model.model.layers[0].mlp.up_proj
-    codes = dict(tritonfp8.export.tensors(model, format))["model.layers.0.mlp.up_proj.weight"]
-    trained = tritonfp8.quantize(layer.weight, layer.recipe.output.rhs).qdata
+    ends = CHECKPOINT_FORMATS[format].codes_of("model.layers.0.mlp.up_proj.weight")
+    codes, spec = dict(tritonfp8.export.tensors(model, format))[ends], CHECKPOINT_FORMATS[format].spec
+    trained = tritonfp8.quantize(cases.rounded(layer.weight.detach(), layer.recipe), spec).qdata
     if found == {True}:
         assert torch.equal(codes.view(torch.uint8), trained.view(torch.uint8))
     rounded = tritonfp8.export.plan(model, "compressed_tensor", scale_rounding="none").layers

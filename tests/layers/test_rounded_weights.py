@@ -94,6 +94,32 @@ def test_every_way_to_compute_a_layer_has_the_same_bits(recipe):
     assert_bitwise_equal(list(grads.values()), list(torch.autograd.grad(out.sum(), list(model.parameters()))))
 
 
+def test_a_graph_saves_for_backward_what_it_saves_without_rounding():
+    def saved_by(name):
+        model = nn.Sequential(nn.Linear(256, 384), nn.GELU(), nn.Linear(384, 256)).bfloat16()
+        tritonfp8.convert(model, name)
+        torch._dynamo.reset()
+        compiled, found = torch.compile(model, backend="aot_eager", fullgraph=True), []
+        x = normal(64, 256, dtype=torch.bfloat16).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append((t.shape, t.dtype)) or t, lambda t: t):
+            compiled(x)
+        return found
+
+    assert saved_by(NAME) == saved_by("rowwise")
+
+
+def test_compiled_experts_have_the_same_bits():
+    torch.manual_seed(0)
+    experts = tritonfp8.Float8Experts(3, 96, 64, recipe=NAME, dtype=torch.bfloat16)
+    x, index = normal(29, 96, dtype=torch.bfloat16), torch.arange(58).view(29, 2) % 3
+    factors = normal(29, 2, seed=2, dtype=torch.bfloat16)
+    found = [
+        with_gradients(call(x, index, factors).float(), list(experts.parameters()))
+        for call in (experts, torch.compile(experts, backend="aot_eager"))
+    ]
+    assert_bitwise_equal(*found)
+
+
 def test_inference_runs_on_codes_with_the_bits_of_training():
     model = nn.Sequential(nn.Linear(256, 384), nn.GELU(), nn.Linear(384, 256)).bfloat16()
     tritonfp8.convert(model, NAME)

@@ -19,9 +19,11 @@ from tritonfp8.export.permanent import check_adapters, permanent, value_of
 from tritonfp8.export.places import Place, joined, places
 from tritonfp8.export.report import ExportedLayer, ExportReport
 from tritonfp8.functional import quantize
-from tritonfp8.layers.linear import is_converted, require_module
+from tritonfp8.layers.linear import is_converted, require_module, rounded
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.layers.stored import StoredWeight, plain_weight
+from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec
 from tritonfp8.specs.checks import check_floating, require
 from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.specs.quantized import Quantized
@@ -36,6 +38,7 @@ class WrittenTensor(NamedTuple):
         row: the checkpoint format of its codes and scale, or None in high precision.
         dtype: the dtype in which it is written in high precision.
         parts: of a weight of experts in 8 bits, the matrices that are written, by name.
+        weights: the format that the recipe of its layer rounds it to, and so its codes; None if it does not.
     """
 
     name: str
@@ -43,6 +46,7 @@ class WrittenTensor(NamedTuple):
     row: CheckpointFormat | None
     dtype: torch.dtype
     parts: Mapping[str, Part]
+    weights: QuantSpec | None = None
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +71,9 @@ class WrittenTensor(NamedTuple):
             ValueError: a weight has a NaN or an infinity.
         """
         x = value_of(self.tensor)
+        if self.row is not None and self.weights is not None and not isinstance(x, StoredWeight):
+            # As training read it. Other scales that hold these values give them the same codes.
+            x = rounded(x, self.weights)
         if self.row is None:
             yield self.name, plain_weight(x).to(self.dtype)
         elif self.parts:
@@ -238,8 +245,19 @@ def planned(
             check_floating(place.name, place.tensor)
         to = dtype if dtype is not None and place.tensor.dtype.is_floating_point else place.tensor.dtype
         parts = parts_of(place) if chosen else {}
-        entries.append(WrittenTensor(place.written_name, place.tensor, row if chosen else None, to, parts))
+        weights = rounding_of(place)
+        entries.append(WrittenTensor(place.written_name, place.tensor, row if chosen else None, to, parts, weights))
     return StreamPlan(entries, _report(row, reasons, found, entries, scale_fmt), model)
+
+
+def rounding_of(place: Place) -> QuantSpec | None:
+    """The format that the recipe of a layer rounds its weight to; None if it does not, or there is no recipe."""
+    modules: Iterable[Any] = (owner.module for owner in place.owners if _has_recipe(owner.module))
+    return next((module.recipe.weights for module in modules), None)
+
+
+def _has_recipe(module: Any) -> bool:
+    return is_converted(module) or is_converted_experts(module)
 
 
 def _check_written(place: Place) -> None:
@@ -288,5 +306,8 @@ def _report(
 
 
 def _same_codes(module: Any, row: CheckpointFormat) -> bool | None:
-    converted = is_converted(module) or is_converted_experts(module)
-    return bool(module.recipe.storage == row.spec) if converted else None
+    if not _has_recipe(module):
+        return None
+    recipe: Recipe = module.recipe
+    rounds = recipe.weights is not None and are_alike(row.spec, recipe.weights)
+    return rounds or recipe.output.rhs == row.spec

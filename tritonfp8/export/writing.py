@@ -43,7 +43,7 @@ from tritonfp8.export.permanent import check_adapters, permanent, value_of
 from tritonfp8.export.places import check_whole, places
 from tritonfp8.export.reading import matched_with, prepared
 from tritonfp8.export.report import ExportedLayer, ExportReport
-from tritonfp8.export.stream import WrittenTensor, planned
+from tritonfp8.export.stream import WrittenTensor, planned, rounding_of
 from tritonfp8.layers.linear import require_module
 from tritonfp8.layers.stored import CodesTensor, plain_weight
 from tritonfp8.specs.checks import require_int, require_type
@@ -287,7 +287,8 @@ def _tensors_of(jobs: Iterable[Placed], stored: Mapping[str, Stored]) -> dict[st
             weight = plain_weight(value_of(weight)).mT.contiguous()
         names = {job.name: name_of_weight(job.name) for job in group}
         parts = {names[job.name]: job.part for job in group if job.part is not None}
-        made = dict(WrittenTensor(names[first.name], weight, row, first.stored.dtype, parts).tensors())
+        rounding = rounding_of(first.place)
+        made = dict(WrittenTensor(names[first.name], weight, row, first.stored.dtype, parts, rounding).tensors())
         for job in group:
             assert job.scale is not None
             found[job.name] = made[row.codes_of(names[job.name])].reshape(job.stored.shape)

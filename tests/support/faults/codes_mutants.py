@@ -197,7 +197,7 @@ FAULTS = (
     ),
     (
         _SOURCE,
-        "return self.source.later(self.values(weight), how, grad_output)",
+        "return self.source.later(values, how, grad_output)",
         "return self.source.later(weight, how, grad_output)",
         "the transposed weight is made from values that are not rounded",
         _ROUNDED,
@@ -214,13 +214,6 @@ FAULTS = (
         "            weight = self.source.values(weight)\n",
         "",
         "gradients of experts in high precision read weights that are not rounded",
-        _ROUNDED,
-    ),
-    (
-        "tritonfp8/layers/stored/replace.py",
-        "(recipe.weights or not (reads and",
-        "(not (reads and",
-        "a recipe that rounds weights takes codes that were not",
         _ROUNDED,
     ),
     (

@@ -94,8 +94,12 @@ class RoundedWeight(WeightSource):
         return self.source.now(self.values(weight), specs)
 
     def later(self, weight: Tensor, how: Later, grad_output: Tensor | None) -> Pair:
-        """See :class:`WeightSource`."""
-        return self.source.later(self.values(weight), how, grad_output)
+        """See :class:`WeightSource`.
+
+        The view makes it another computation in a graph, which otherwise would save the results of forward's.
+        """
+        values = self.values(weight[None])[0] if torch.compiler.is_compiling() else self.values(weight)
+        return self.source.later(values, how, grad_output)
 
     def both(self, weight: Tensor, specs: Specs) -> tuple[Pair, Pair]:
         """See :class:`WeightSource`."""
