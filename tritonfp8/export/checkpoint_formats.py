@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
+from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, MXFP4, ROWWISE, TENSORWISE, QuantSpec
 from tritonfp8.specs.checks import require
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
@@ -151,7 +151,6 @@ def _compressed(
 
 _pow2 = partial(QuantSpec, "e4m3", scale_rounding="pow2")
 _MX = {"strategy": "group", "group_size": BLOCK_1X32[1], "scale_dtype": "torch.uint8"}
-_MXFP4 = QuantSpec("e2m1", BLOCK_1X32, "e8m0", "floor")
 _WHOLE_GROUPS = "compressed-tensors needs whole groups of K"
 _ROWS = (
     CheckpointFormat(
@@ -187,7 +186,7 @@ _ROWS = (
     ),
     _compressed(
         "compressed_mxfp4",
-        _MXFP4,
+        MXFP4,
         _MX,
         None,
         format="mxfp4-pack-quantized",
@@ -203,7 +202,7 @@ CHECKPOINT_FORMATS: Mapping[str, CheckpointFormat] = MappingProxyType({row.name:
 
 _READ_ROWS = (
     # gpt-oss: the weights of experts [E, N, K] as X_blocks [E, N, K/32, 16] and X_scales [E, N, K/32].
-    CheckpointFormat("mxfp4", "mxfp4", _MXFP4, "_scales", (1, BLOCK_1X32[1]), codes_end="_blocks", is_blocked=True),
+    CheckpointFormat("mxfp4", "mxfp4", MXFP4, "_scales", (1, BLOCK_1X32[1]), codes_end="_blocks", is_blocked=True),
 )
 READ_FORMATS: Mapping[str, CheckpointFormat] = MappingProxyType({row.name: row for row in _READ_ROWS})
 """Checkpoint formats that are read and not written, by name."""
