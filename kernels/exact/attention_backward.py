@@ -1,6 +1,6 @@
 """The gradient of attention (Dao 2023, FlashAttention-2): the sums of rows, then queries, then keys and values.
 
-Bits of a gradient need no order of their own. Rows of a tile are those of ``attention_kernel``.
+Bits of a gradient need no order of their own. A tile has the rows that a tile of ``attention_kernel`` has.
 """
 
 import triton

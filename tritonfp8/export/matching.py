@@ -27,7 +27,7 @@ from tritonfp8.specs.naming import listed
 # What a scale of codes is called begins so. Other scales beside a weight are of activations and caches.
 _OF_WEIGHTS = ("weight", "scale", "qscale_weight")
 _EVERY = (*CHECKPOINT_FORMATS.values(), *READ_FORMATS.values())
-# How the names of codes end of which a byte holds several.
+# The ends of names of codes, where a byte holds several.
 _PACKED = tuple(row.codes_end for row in _EVERY if row.codes_end != "weight")
 CODES = frozenset(row.dtype for row in CHECKPOINT_FORMATS.values() if row.codes_end == "weight")
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

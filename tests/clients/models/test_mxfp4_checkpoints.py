@@ -130,7 +130,7 @@ def test_experts_keep_the_codes_of_the_file(tmp_path, caplog, recipe, train):
     plain = mixture_of("gpt_oss", torch.bfloat16)
     tritonfp8.export.load(plain, folder)
     tritonfp8.convert(plain, recipe)
-    # Other layers are stored, too: their values are those of the codes.
+    # Other layers are stored, too: they have the values of the codes.
     plain.load_state_dict(model.state_dict())
     embeds = plain.get_input_embeddings()(IDS).detach()
     found = []
