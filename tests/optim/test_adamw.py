@@ -6,7 +6,7 @@ import importlib
 import covering
 import pytest
 import torch
-from cases import QUANTIZED, cpu_and_cuda
+from cases import IN_BYTES, cpu_and_cuda
 from stored_layers import reloaded
 from torch import nn
 from torch.torch_version import TorchVersion
@@ -20,7 +20,7 @@ from tritonfp8.optim import AdamW, with_masters
 from tritonfp8.specs.testing import assert_bitwise_equal
 
 MOMENTS = ("fp32", "bf16", "fp8")
-each_recipe = pytest.mark.parametrize("name", QUANTIZED)
+each_recipe = pytest.mark.parametrize("name", IN_BYTES)
 each_kind = pytest.mark.parametrize("moments", MOMENTS)
 
 
@@ -47,7 +47,7 @@ def test_trained_weights_compute_as_a_plain_model_of_their_values(name, autocast
 
 
 # Moments have blocks of their own, whatever blocks the weight has.
-@pytest.mark.parametrize(("name", "moments"), covering.each(QUANTIZED, MOMENTS))
+@pytest.mark.parametrize(("name", "moments"), covering.each(IN_BYTES, MOMENTS))
 def test_ten_and_ten_steps_are_twenty(name, moments):
     once = stored_model(name)
     before, start = codes(once), values(once)
@@ -260,7 +260,7 @@ def test_a_check_of_the_step_reads_codes():
 
 # An optimizer, and which of it and the model is compiled.
 COMPILED = {
-    **{name: (AdamW, 1e-2, "model", name) for name in QUANTIZED},
+    **{name: (AdamW, 1e-2, "model", name) for name in IN_BYTES},
     "ours": (AdamW, 1e-2, "step", "rowwise"),
     "masters": (with_masters(torch.optim.SGD), 0.1, "step", "rowwise"),
     # torch compiles its AdamW in other operations than it runs, so only SGD has the same bits.
