@@ -100,6 +100,19 @@ def model(sizes: Sizes, device: torch.device) -> Any:
         return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 
 
+def training_step(made: Any, x: Tensor, options: dict[str, bool]) -> Step:
+    """Forward and backward of the layers of a model, which are compiled; ``options`` are Inductor's."""
+    compiler: dict[str, Any] = {"backend": "inductor", "options": options} if x.is_cuda else {"backend": "eager"}
+    for layer in made.model.layers:
+        layer.compile(fullgraph=True, dynamic=False, **compiler)
+
+    def run() -> None:
+        made.model(inputs_embeds=x, use_cache=False).last_hidden_state.sum().backward()
+        made.zero_grad()
+
+    return run
+
+
 def attention(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
     """Rows of attention: seconds of forward and of both, by contender."""
     heads, kv_heads, d = sizes.heads
@@ -147,16 +160,7 @@ def step(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
         )
         if name == "exact":
             make_exact(made)
-        backend = {"backend": "inductor"} if device.type == "cuda" else {"backend": "eager"}
-        options = {"options": EXACT_CODE} if name == "exact" and device.type == "cuda" else {}
-        for layer in made.model.layers:
-            layer.compile(fullgraph=True, dynamic=False, **backend, **options)
-
-        def run(made: Any = made) -> None:
-            made.model(inputs_embeds=x, use_cache=False).last_hidden_state.sum().backward()
-            made.zero_grad()
-
-        steps[name] = run
+        steps[name] = training_step(made, x, EXACT_CODE if name == "exact" else {})
     for name, found in zip(steps, seconds(list(steps.values()), device), strict=True):
         yield {"kind": "step", "tokens": f"{batch} x {length}", "contender": name, "seconds": found}
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 import tritonfp8
 from bench.contest.machine import results_folder, write_results
-from bench.inference.rollout import SMOKE, Sizes, model, seconds
+from bench.inference.rollout import SMOKE, Sizes, model, seconds, training_step
 from tritonfp8.integrations.transformers import from_pretrained
 from tritonfp8.training import timers
 
@@ -34,14 +34,7 @@ def steps(sizes: Sizes, recipes: list[str], device: torch.device) -> Iterator[di
     for recipe in ("bf16", *recipes):
         made = model(sizes, device)
         tritonfp8.convert(made, recipe, filter=lambda module, name: "lm_head" not in name)
-        for layer in made.model.layers:
-            layer.compile(fullgraph=True, dynamic=False, backend="inductor" if device.type == "cuda" else "eager")
-
-        def run(made: Any = made) -> None:
-            made.model(inputs_embeds=x, use_cache=False).last_hidden_state.sum().backward()
-            made.zero_grad()
-
-        calls[recipe] = run
+        calls[recipe] = training_step(made, x, {})
     for recipe, found in zip(calls, seconds(list(calls.values()), device), strict=True):
         yield {"kind": "step", "tokens": f"{batch} x {length}", "what": recipe, "seconds": found}
 

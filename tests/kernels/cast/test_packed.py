@@ -18,7 +18,7 @@ LONG = cast_tiles.PACKED.n + 38
 
 
 def check_values(codes, text):
-    """Of what is dequantized: NaN may have any bits."""
+    """Of dequantized values: NaN may have any bits."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         found, expected = casts.dequantize(*codes, text, dtype), reference.dequantize(*codes, text, dtype)
         assert torch.equal(found.isnan(), expected.isnan())

@@ -66,7 +66,7 @@ def published(folder, family):
     }
     found |= biases
     if further == "mtp":
-        # transformers renames what is published, and saves under other names.
+        # transformers renames published tensors, and saves them under other names.
         written = {_of_v4(name): x for name, x in found.items()}
         written["mtp.0.norm.weight"] = torch.ones(256)
     elif further is not None:
