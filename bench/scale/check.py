@@ -1,25 +1,26 @@
 """Predicted over measured: blocks on one GPU, steps and bytes on two and four, published speeds."""
 
 import json
-import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.distributed.models import BASELINE, GATHER, TP_WAYS
 from bench.scale import compute, traffic
-from bench.scale.network import Network
+from bench.scale.network import Group, Network
 from bench.scale.sources import PUBLISHED
 from bench.scale.step import MODELS, RECIPES, Layout, predict
 from bench.scale.traffic import FSDP, TP
 
 BAND = (0.9, 1.1)
-TP_FOLDER = "8b-slice-tp2-dp1"
+TP_FOLDER, EXPERTS_FILE = "8b-slice-tp2-dp1", "experts-over-ranks-deepseek-v3"
 # Where the model is known to miss, by what is compared, with the reason.
-WARM = "its GEMMs are faster in the step than alone, where they are measured from a cold L2"
+WARM = "its GEMMs are faster in the step than in their own benchmark, which empties L2 first"
 OUTSIDE = {
     "kernels of hidden 2048 layers, tensorwise": WARM,
     "kernels of hidden 2048 layers, blockwise": WARM,
     "step of 1b on 2, rowwise, FP8 all-gather": "a slow run: on four GPUs the same step takes 0.93 of this time",
+    "experts, EP = 2, rowwise from values, sends codes": "codes save bytes but no time: the work on them is left out",
     "step of 8b-slice, TP = 2, rowwise": "not explained: the same recipe from codes takes 0.77 of this time",
 }
 
@@ -65,15 +66,16 @@ def _layout(contender: str, ranks: int) -> tuple[str, Layout] | None:
 
 
 def steps() -> Iterator[Compared]:
-    """Steps of two and of four GPUs under FSDP2. Nothing of these runs is in the model."""
-    for ranks in (2, 4):
-        folder = f"distributed-1b-x{ranks}"
-        found = _data(folder)
-        batch, sequence = (found["settings"][name] for name in ("batch_size", "seq_len"))
+    """Steps under FSDP2, of each run of ``bench.distributed`` with a known model; no prediction reads these runs."""
+    for path in sorted(compute.MEASURED.glob("distributed-*-x*/distributed.json")):
+        settings = (found := _data(path.parent.name))["settings"]
+        name, ranks = Path(settings["model"]).stem, settings["dp"]
         for row in found["rows"]:
-            if (chosen := _layout(row["contender"], ranks)) is not None:
-                seconds = predict("1b", *chosen, batch, sequence, Network())["seconds"]
-                yield Compared(f"step of 1b on {ranks}, {row['contender']}", seconds, row["seconds"], folder)
+            chosen = _layout(row["contender"], ranks)
+            if chosen is not None and name in MODELS and row["seconds"] is not None:
+                seconds = predict(name, *chosen, settings["batch_size"], settings["seq_len"], Network())["seconds"]
+                what = f"step of {name} on {ranks}, {row['contender']}"
+                yield Compared(what, seconds, row["seconds"], path.parent.name)
 
 
 def nvlink_of_two() -> float:
@@ -96,6 +98,18 @@ def tensor_parallel() -> Iterator[Compared]:
     for name, contender in ways.items():
         seconds = predict("8b-slice", name.removesuffix("_codes"), Layout(2, tp=2), batch, sequence, network)["seconds"]
         yield Compared(f"step of 8b-slice, TP = 2, {name}", seconds, measured[contender], folder)
+
+
+def expert_parallel() -> Iterator[Compared]:
+    """A layer of experts over two GPUs: its seconds on one, and its all-to-alls over the bandwidth of two."""
+    found = json.loads((compute.MEASURED / f"{EXPERTS_FILE}.json").read_text())
+    network, tokens = Network(nvlink=nvlink_of_two()), found["size"][0]
+    for row in found["rows"]:
+        recipe, _, payload = row["contestant"].partition(" from values, sends ")
+        if recipe in RECIPES and (payload or recipe == BASELINE):
+            sent = network.seconds("all_to_all", row["all_to_all_bytes"] / 4, Group(found["ranks"], found["ranks"]))
+            seconds = sum(compute.experts_seconds("deepseek-v3", recipe, tokens)) + 4 * sent
+            yield Compared(f"experts, EP = 2, {row['contestant']}", seconds, row["seconds"], EXPERTS_FILE)
 
 
 def _root_bytes(name: str, head: int) -> int:
@@ -146,10 +160,4 @@ def published() -> list[dict[str, Any]]:
 
 def all_compared() -> list[Compared]:
     """Every comparison with what this repository measured on GPUs."""
-    return [each for of in (kernels, steps, tensor_parallel, gathered, scattered) for each in of()]
-
-
-def summary(found: list[Compared]) -> dict[str, Any]:
-    """Lowest, median and highest ratio."""
-    ratios = [each.ratio for each in found]
-    return {"lowest": min(ratios), "median": statistics.median(ratios), "highest": max(ratios)}
+    return [each for of in (kernels, steps, tensor_parallel, expert_parallel, gathered, scattered) for each in of()]

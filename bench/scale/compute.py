@@ -17,7 +17,8 @@ from tritonfp8.recipes import get
 from tritonfp8.specs import TENSORWISE
 
 MEASURED = Path(__file__).parents[1] / "results" / "nvidia-h200"
-BF16 = "bf16"
+# Experts in bf16 that models are compared with: torch's grouped GEMM.
+BF16, TORCH_EXPERTS = "bf16", "torch bf16"
 # Bytes of an element of a tensor, of a code, and of a float32 master.
 HIGH, CODE, MASTER = 2, 1, 4
 # Elements that fused kernels read and write for a token, forward and backward. SwiGLU reads gate and up and writes a
@@ -92,7 +93,7 @@ def _gemm_rates(recipe: str, grad_weight: bool) -> dict[tuple[int, int, int], fl
 
 
 def gemm_seconds(recipe: str, m: float, n: float, k: float, grad_weight: bool = False) -> float:
-    """Seconds of a GEMM ``[m, k] x [k, n]`` at the rate of the measured shape that is nearest in logarithms."""
+    """Seconds of a GEMM ``[m, k] x [k, n]`` at the rate of the nearest measured shape, in logarithms."""
     rates = _gemm_rates(recipe, grad_weight)
     nearest = min(rates, key=lambda shape: _distance(shape, (m, n, k)))
     return 2 * m * n * k / rates[nearest]
@@ -231,9 +232,15 @@ def block_seconds(block: Block, recipe: str, *arguments: Any, **options: Any) ->
     return Passes(factor * forward, factor * backward)
 
 
-def experts_seconds(name: str, recipe: str, tokens: float, recompute: str = "none") -> Passes:
-    """Seconds of a measured layer of experts with its router, in proportion to the tokens."""
-    contender = "torch bf16" if recipe == BF16 else recipe
+def experts_seconds(name: str, contender: str, tokens: float, recompute: str = "none") -> Passes:
+    """Seconds of a measured layer of experts with its router, in proportion to the tokens.
+
+    Args:
+        name: its set of shapes in ``experts.json``.
+        contender: a recipe, where bf16 is this package's code; or :data:`TORCH_EXPERTS`.
+        tokens: of a rank.
+        recompute: a key of :data:`RECOMPUTED`.
+    """
     (row,) = (
         row for row in rows("experts")
         if (row["case"], row["set"], row["contender"]) == (EXPERTS_KERNELS.name, name, contender)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.scale import traffic
-from bench.scale.traffic import FSDP, TP, Block
+from bench.scale.traffic import Block
 
 RANKS = 4
 # Megabytes of the larger side. Latency and bandwidth are of the first and the last.
@@ -87,5 +87,4 @@ def same_bytes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         predicted = traffic.of_block(Block(**row["block"]), row["way"], row["recipe"]).bytes
         for kind in ("all_gather", "reduce_scatter"):
             found.append({**row, "kind": kind, "bytes": row["bytes"][kind], "predicted": round(predicted[kind])})
-    assert {row["way"] for row in rows} == {FSDP, TP}
     return found

@@ -1,8 +1,10 @@
 """The predictions that are kept as data: how steps scale, and eight GPUs to be compared with a measurement."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from bench.scale.check import nvlink_of_two
 from bench.scale.compute import BF16
 from bench.scale.network import Network
 from bench.scale.step import Layout, predict
@@ -24,10 +26,13 @@ class Run(NamedTuple):
     batch: int
     sequence: int
     recompute: str
+    nvlink: float | None = None
 
     def row(self, network: Network) -> dict[str, Any]:
-        """The predicted row."""
-        name, recipe, layout, batch, sequence, recompute = self[1:]
+        """The predicted row, over the links of ``network`` but for ``nvlink``."""
+        name, recipe, layout, batch, sequence, recompute, nvlink = self[1:]
+        if nvlink is not None:
+            network = dataclasses.replace(network, nvlink=nvlink)
         return {"series": self.series, **predict(name, recipe, layout, batch, sequence, network, recompute)}
 
 
@@ -81,11 +86,15 @@ def scaling() -> Iterator[Run]:
 def eight() -> Iterator[Run]:
     """Eight GPUs: the settings of published tables, and experts over four ranks."""
     for recipe in (BF16, *RECIPES):
-        for gather in {False, recipe != BF16}:
+        for gather in sorted({False, recipe != BF16}):
             yield Run("FSDP2", "llama3-8b", recipe, Layout(8, gather=gather), 1, 8192, "selective")
-        yield Run("TP = 8", "llama3-8b", recipe, Layout(8, tp=8), 12, 8192, "selective")
-    for recipe in (BF16, "rowwise", "blockwise"):
-        yield Run("FSDP2 x EP = 4", "qwen3-30b-a3b", recipe, Layout(8, ep=4, gather=recipe != BF16), *MIXTURE)
+    # NCCL's model of a machine, and what two GPUs measured.
+    for nvlink, of in ((None, ""), (nvlink_of_two(), ", NVLink of two GPUs")):
+        for recipe in (BF16, *RECIPES):
+            yield Run(f"TP = 8{of}", "llama3-8b", recipe, Layout(8, tp=8), 12, 8192, "selective", nvlink)
+        for recipe in (BF16, "rowwise", "blockwise"):
+            layout = Layout(8, ep=4, gather=recipe != BF16)
+            yield Run(f"FSDP2 x EP = 4{of}", "qwen3-30b-a3b", recipe, layout, *MIXTURE, nvlink)
 
 
 RUNS: Mapping[str, Callable[[], Iterator[Run]]] = {"scaling": scaling, "eight": eight}

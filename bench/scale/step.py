@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bench.scale import compute, traffic
-from bench.scale.compute import BF16, RECOMPUTED, Passes
+from bench.scale.compute import BF16, RECOMPUTED, TORCH_EXPERTS, Passes
 from bench.scale.network import Group, Network
 from bench.scale.sources import CONSTANTS
 from bench.scale.traffic import FSDP, TP, Block
@@ -224,12 +224,14 @@ def _block(
     whole, stride = model.block(tokens), layout.tp
     shards = layout.sharded if layout.gather else 1
     passes = compute.block_seconds(whole, recipe, sequence, model.head_dim, layout.tp, shards, recompute)
+    # Backward sends again what a forward that it computes again sends: half of all.
     sent = _tensor_parallel(whole, layout, recipe, network) * (1.5 if recompute == "full" else 1.0)
     # A rank of tensor parallelism has its part of the weights, and gathers that.
     part = whole._replace(ffn=model.ffn // layout.tp, q=whole.q // layout.tp, kv=whole.kv // layout.tp)
     gathers = _gathers(part, layout, recipe, network, layout.sharded, stride)
     if model.experts:
-        passes = passes.plus(compute.experts_seconds(model.measured, recipe, tokens, recompute))
+        contender = TORCH_EXPERTS if recipe == BF16 else recipe
+        passes = passes.plus(compute.experts_seconds(model.measured, contender, tokens, recompute))
         sent += _exchanges(model, tokens, layout, recipe, network)
         local = model.experts_weights // layout.ep
         of = _gathers(local, layout, recipe, network, layout.sharded // layout.ep, stride * layout.ep)
@@ -247,7 +249,7 @@ def _copies(gathers: Gathers, layout: Layout) -> Passes:
 
 
 def _local_parameters(model: Transformer, layout: Layout) -> float:
-    """Parameters of a rank: of experts, ep times fewer over ep times fewer ranks."""
+    """Parameters of a rank. Experts have ep times fewer on a rank before FSDP2, which has ep times fewer ranks."""
     return model.parameters / layout.tp / layout.sharded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -101,7 +102,7 @@ def check() -> str:
     found = data("../scale/check.json")
     groups: dict[str, list[float]] = {}
     for row in found["rows"]:
-        what = "bytes" if " bytes" in row["what"] else row["what"].split(" of ")[0]
+        what = "bytes" if " bytes" in row["what"] else re.split(" of |, ", row["what"])[0]
         groups.setdefault(f"{what}, in {row['source']}", []).append(row["ratio"])
     for row in found["gloo_seconds"]:
         groups.setdefault("seconds of collectives, 4 ranks of gloo", []).append(row["predicted"] / row["seconds"])
