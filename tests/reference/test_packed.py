@@ -97,6 +97,13 @@ def test_it_is_torchao_s(spec):
     assert torch.equal(reference.dequantize(qdata, scale, *spec.args, torch.float32), theirs)
 
 
+def rounded_of(qdata, scale, of_row):
+    """How many values of each row are rounded; the scales measured are ``of_row``, by which codes are expanded."""
+    measured, rounded = reference.measure_rows(qdata, scale, *SPEC.args)
+    assert_bitwise_equal(measured, of_row)
+    return rounded
+
+
 class TestExpandCodes:
     @given(
         st.integers(-110, 100),
@@ -108,7 +115,8 @@ class TestExpandCodes:
             [[*bytes([0x77] * 16), *(byte for _, block in blocks for byte in block)]], dtype=torch.uint8
         )
         scale = scales(top, *(top - below for below, _ in blocks))
-        codes, of_row, rounded = reference.expand_codes(qdata, scale, *SPEC.args)
+        codes, of_row = reference.expand_codes(qdata, scale, *SPEC.args)
+        rounded = rounded_of(qdata, scale, of_row)
         values = reference.dequantize(qdata, scale, *SPEC.args, torch.float32)
         assert_bitwise_equal(reference.dequantize(codes, of_row, *EXPANDED.args, torch.float32), values)
         assert of_row.item() == 2.0 ** (top - 6)
@@ -118,7 +126,8 @@ class TestExpandCodes:
     def test_what_is_rounded_is_counted(self, blocks):
         qdata = torch.tensor([[byte for _, block in blocks for byte in block]], dtype=torch.uint8)
         scale = scales(*(exponent - 127 for exponent, _ in blocks))
-        codes, of_row, rounded = reference.expand_codes(qdata, scale, *SPEC.args)
+        codes, of_row = reference.expand_codes(qdata, scale, *SPEC.args)
+        rounded = rounded_of(qdata, scale, of_row)
         values = reference.dequantize(qdata, scale, *SPEC.args, torch.float32)
         found = reference.dequantize(codes, of_row, *EXPANDED.args, torch.float32)
         assert rounded.item() == (found != values).sum()
@@ -128,21 +137,23 @@ class TestExpandCodes:
         x = with_specials(banded(60, 4, 70)).view(4, 60, 70)
         qdata, scale = reference.quantize(x, *SPEC.args)
         values = reference.dequantize(qdata, scale, *SPEC.args, torch.float32)
-        *found, rounded = reference.expand_codes(qdata, scale, *SPEC.args)
-        assert_bitwise_equal(found, list(reference.quantize(values, *ROW.args)))
+        found = reference.expand_codes(qdata, scale, *SPEC.args)
+        rounded = rounded_of(qdata, scale, found[1])
+        assert_bitwise_equal(list(found), list(reference.quantize(values, *ROW.args)))
         assert (rounded.shape, rounded.dtype) == ((4, 60, 1), torch.int32)
 
     def test_a_block_far_below_counts_only_what_changes(self):
         """2^-15 below: a code of 0.5 is half of the smallest e4m3, one of 1 is exact."""
         blocks = [0x77] * 16, [0x21] * 16, [0x00] * 16
         qdata = torch.tensor([[byte for block in blocks for byte in block]], dtype=torch.uint8)
-        *_, rounded = reference.expand_codes(qdata, scales(0, -15, -90), *SPEC.args)
+        _, rounded = reference.measure_rows(qdata, scales(0, -15, -90), *SPEC.args)
         assert rounded.item() == 16
 
     def test_zeros_nan_and_values_beyond_float32(self):
         qdata = torch.tensor([[0x00] * 16, [0x11] * 16, [0x77] * 16], dtype=torch.uint8)
         scale = torch.tensor([[3], [255], [254]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
-        codes, of_row, rounded = reference.expand_codes(qdata, scale, *SPEC.args)
+        codes, of_row = reference.expand_codes(qdata, scale, *SPEC.args)
+        rounded = rounded_of(qdata, scale, of_row)
         assert of_row[0].item() == 1.0
         assert not codes[0].float().any()
         assert of_row[1:].isnan().all()

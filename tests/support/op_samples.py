@@ -65,6 +65,7 @@ def samples(device):
         yield ops.quantize_into, (*reference.quantize(x * 0, *spec.args), x, *spec.args)
         yield ops.dequantize, (*codes, *spec.args, torch.bfloat16)
         yield ops.expand_codes, (*codes, *spec.args)
+        yield ops.measure_rows, (*codes, *spec.args)
     for spec in (SPEC_OF_BLOCK[0], ROW):
         yield ops.quantize_with_amax, (x, *spec.args, *spec.args)
     for spec in (ROW, VECTOR, MX, SQUARE):

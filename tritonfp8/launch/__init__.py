@@ -24,6 +24,7 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
             casts.amax,
             casts.dequantize,
             casts.expand_codes,
+            casts.measure_rows,
             casts.quantize,
             casts.quantize_both,
             casts.quantize_into,

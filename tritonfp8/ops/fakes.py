@@ -91,9 +91,13 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
     return torch.empty(spec_of(spec, packed=True).shape_of(qdata.shape), dtype=dtype, device=qdata.device)
 
 
-def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales = quantize(dequantize(qdata, scale, spec, torch.float32), *EXPANDED.args)
-    return codes, scales, torch.empty_like(scales, dtype=torch.int32)
+def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+    return quantize(dequantize(qdata, scale, spec, torch.float32), *EXPANDED.args)
+
+
+def measure_rows(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+    _, scales = expand_codes(qdata, scale, spec)
+    return scales, torch.empty_like(scales, dtype=torch.int32)
 
 
 def transpose(qdata: Tensor) -> Tensor:

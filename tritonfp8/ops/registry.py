@@ -96,8 +96,8 @@ _CASTS = {
         "(Tensor qdata, Tensor scale, str spec, ScalarType dtype) -> Tensor",
         sharding=Rule({"qdata": Operand("RC"), "scale": Operand("RC", "spec")}, (Operand("RC"),)),
     ),
-    # `rounded`: how many values of each row e4m3 does not hold by the scale of the row.
-    "expand_codes": Op("(Tensor qdata, Tensor scale, str spec) -> (Tensor, Tensor, Tensor)"),
+    "expand_codes": Op("(Tensor qdata, Tensor scale, str spec) -> (Tensor, Tensor)"),
+    "measure_rows": Op("(Tensor qdata, Tensor scale, str spec) -> (Tensor, Tensor)"),
     "transpose": Op(
         "(Tensor qdata) -> Tensor",
         sharding=Rule({"qdata": Operand("RC")}, (Operand("CR"),)),

@@ -17,7 +17,13 @@ from tritonfp8.reference.casts import (
     transpose,
 )
 from tritonfp8.reference.chains import FUNCTIONS, Chain, ChainStep, TensorPlace, chain, recorded
-from tritonfp8.reference.codes import expand_codes, quantize_groups_both, transpose_codes, transpose_group_codes
+from tritonfp8.reference.codes import (
+    expand_codes,
+    measure_rows,
+    quantize_groups_both,
+    transpose_codes,
+    transpose_group_codes,
+)
 from tritonfp8.reference.exact import (
     check_gated,
     check_norm,

@@ -47,7 +47,7 @@ def transpose_codes(
     return qdata, scales
 
 
-def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor]:
+def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor]:
     """8-bit codes with a scale a row of codes of fewer bits: ``quantize(dequantize(codes, float32), EXPANDED)``.
 
     An e2m1 value with its e8m0 scale is exact in e4m3 by the row's scale if its block's exponent lies up to 14 below
@@ -60,13 +60,24 @@ def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tenso
         spec: the text of their :class:`~tritonfp8.QuantSpec`.
 
     Returns:
-        ``(qdata, scale, rounded)``: e4m3 ``[..., K]`` and float32 ``[..., 1]``, and how many values of each row are
-        not exact, int32 ``[..., 1]``, zero where the row is NaN.
+        ``(qdata, scale)``: e4m3 ``[..., K]`` and float32 ``[..., 1]``.
+    """
+    return casts.quantize(casts.dequantize(qdata, scale, spec, torch.float32), *EXPANDED.args)
+
+
+def measure_rows(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+    """The scales that :func:`expand_codes` gives rows, and how many values of each row it rounds.
+
+    Args:
+        qdata, scale, spec: see :func:`expand_codes`.
+
+    Returns:
+        ``(scale, rounded)``: float32 and int32, both ``[..., 1]``; ``rounded`` is zero where the row is NaN.
     """
     values = casts.dequantize(qdata, scale, spec, torch.float32)
     codes, scales = casts.quantize(values, *EXPANDED.args)
     exact = casts.dequantize(codes, scales, *EXPANDED.args, torch.float32) == values
-    return codes, scales, ((~exact).sum(-1, keepdim=True) * ~scales.isnan()).int()
+    return scales, ((~exact).sum(-1, keepdim=True) * ~scales.isnan()).int()
 
 
 def quantize_groups_both(

@@ -147,6 +147,10 @@ TRANSPOSE = CastTile(128, 128, 4, group=8)
 DEQUANTIZE = CastTile(64, 128, 4)
 # Of formats of two codes a byte: a thread holds a block.
 PACKED = CastTile(1, 4096, 4)
+# Of what such a cast does to rows, which takes more registers.
+MEASURED = CastTile(1, 2048, 4)
+# Of codes to 8-bit codes, eight at a time.
+EXPANDED = CastTile(2, 4096, 4)
 # Blocks of MX codes to bf16: a thread reads 16 codes at a time.
 WIDEN = CastTile(128, 32, 4)
 # Of the casts of many shards in one launch.

@@ -129,7 +129,8 @@ def _casts() -> Iterator[OpCall]:
         yield OpCall("quantize_with_amax", (x, *spec.args, *spec.args))
     for spec in (ROW, VECTOR, MX):
         yield OpCall("transpose_codes", (*reference.quantize(x, *spec.args), *spec.args, *spec.args))
-    yield OpCall("expand_codes", (*reference.quantize(x, *MXFP4.args), *MXFP4.args))
+    for name in ("expand_codes", "measure_rows"):
+        yield OpCall(name, (*reference.quantize(x, *MXFP4.args), *MXFP4.args))
     both = x, x[:40].contiguous()
     yield OpCall("quantize_weights", (both[0], [both[1]], *ROW.args, []))
     scales = [reference.quantize(each, *ROW.args)[1] for each in both]

@@ -19,19 +19,20 @@ def test_casts_compile_for_every_target(compiled, shape, cc):
         lambda: casts.quantize(matrix(*shape, dtype=torch.float32), text),
         lambda: casts.dequantize(codes, scale, text, torch.bfloat16),
         lambda: casts.expand_codes(codes, scale, text),
+        lambda: casts.measure_rows(codes, scale, text),
     ):
         ((_, report),) = compiled(cc, call)
         check_spills([(None, report)], cc)
 
 
 def test_rows_are_read_and_written_in_vectors(compiled):
-    """Where rows are aligned: 16 bytes of values and of e4m3, 8 of codes."""
+    """Where rows are aligned: 16 bytes of values, of e4m3, and of codes to be expanded."""
     (text,) = PACKED_SPECS[0].args
     codes = torch.empty(4096, 2048, dtype=torch.uint8, device="meta")
     scale = torch.empty(4096, 128, dtype=torch.float8_e8m0fnu, device="meta")
     for call, read, written in (
         (lambda: casts.quantize(matrix(4096, 4096), text), 4, 2),
-        (lambda: casts.expand_codes(codes, scale, text), 2, 4),
+        (lambda: casts.expand_codes(codes, scale, text), 4, 4),
     ):
         ((_, report),) = compiled(90, call)
         assert f"ld.global.v{read}.b32" in report.ptx

@@ -75,32 +75,57 @@ def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: QuantSpec, dt
     return [out]
 
 
+def _expanded_constants(spec: QuantSpec) -> dict[str, object]:
+    fmt = FORMATS[EXPANDED.format]
+    out = {"OUT_QMAX": fmt.qmax, "OUT_MANTISSA_BITS": fmt.mantissa_bits, "OUT_EMIN": fmt.emin}
+    return {**_constants(spec), **out}
+
+
 def plan_expand_codes(plan: Planner, qdata: View, scale: View, spec: str) -> list[View] | None:
-    """Outputs: qdata, scale, rounded."""
+    """Outputs: qdata, scale."""
     of = spec_of(spec, packed=True)
     found = _read(qdata, scale, of)
     if found is None:
         return None
     (m, k), q, scales = found
-    fmt, shape = FORMATS[EXPANDED.format], of.shape_of(qdata.shape)
-    out = plan.empty(shape, fmt.dtype)
-    of_rows = scale_shape(shape, EXPANDED.block)
-    scale_out, rounded = plan.empty(of_rows, torch.float32), plan.empty(of_rows, torch.int32)
-    tile = cast_tiles.PACKED.narrowed(k)
+    shape = of.shape_of(qdata.shape)
+    out = plan.empty(shape, FORMATS[EXPANDED.format].dtype)
+    scale_out = plan.empty(scale_shape(shape, EXPANDED.block), torch.float32)
+    words = k % of.block[1] == 0 and q.has_tma_layout()
+    tile = (cast_tiles.EXPANDED if words else cast_tiles.PACKED).narrowed(k)
     plan.launch(
         kernels.expand_codes_kernel,
         -(-m // tile.m),
-        (q, scales, out, scale_out, rounded),
+        (q, scales, out, scale_out),
         (m, k, *q.strides, *scales.strides),
         {
-            **_constants(of),
-            "OUT_QMAX": fmt.qmax, "OUT_MANTISSA_BITS": fmt.mantissa_bits, "OUT_EMIN": fmt.emin,
-            "DIRECT_CAST": plan.device.has_direct_cast,
-            **tile.sizes(),
+            **_expanded_constants(of), "DIRECT_CAST": plan.device.has_direct_cast, "WORDS": words, **tile.sizes(),
         },
         **tile.options(),
     )  # fmt: skip
-    return [out, scale_out, rounded]
+    return [out, scale_out]
+
+
+def plan_measure_rows(plan: Planner, qdata: View, scale: View, spec: str) -> list[View] | None:
+    """Outputs: scale, rounded."""
+    of = spec_of(spec, packed=True)
+    found = _read(qdata, scale, of)
+    if found is None:
+        return None
+    (m, k), q, scales = found
+    of_rows = scale_shape(of.shape_of(qdata.shape), EXPANDED.block)
+    outputs = [plan.empty(of_rows, torch.float32), plan.empty(of_rows, torch.int32)]
+    tile = cast_tiles.MEASURED.narrowed(k)
+    plan.launch(
+        kernels.measure_rows_kernel,
+        -(-m // tile.m),
+        (q, scales, *outputs),
+        (m, k, *q.strides, *scales.strides),
+        {**_expanded_constants(of), **tile.sizes()},
+        **tile.options(),
+    )
+    return outputs
 
 
 expand_codes = launcher(plan_expand_codes, reference.expand_codes)
+measure_rows = launcher(plan_measure_rows, reference.measure_rows)

@@ -288,7 +288,7 @@ class StoredTensor(CodesTensor):
         """
         if self.spec.format in BYTE_FORMATS:
             return 0
-        *_, rounded = ops.expand_codes(*self._as_operand(), *self.spec.args)
+        _, rounded = ops.measure_rows(*self._as_operand(), *self.spec.args)
         return int((rounded > 0).sum())
 
     def read_operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -303,8 +303,7 @@ class StoredTensor(CodesTensor):
             return (qdata.mT.contiguous(), scale.mT.contiguous()) if transposed else (qdata, scale)
         if not transposed and expands_to(self.spec, spec):
             if spec == EXPANDED:
-                qdata, scale, _ = ops.expand_codes(*self._as_operand(), *self.spec.args)
-                return qdata, scale
+                return ops.expand_codes(*self._as_operand(), *self.spec.args)
             return self._cast(self.plain_values(), *spec.args)
         if not transposed:
             raise ValueError(
