@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tritonfp8.export.files import (
     ENTRY,
     GENERATION_CONFIG,
     INDEX,
+    MODELOPT_CONFIG,
     ONE_FILE,
     QUANTIZATION_CONFIG,
     Read,
@@ -46,6 +47,7 @@ from tritonfp8.export.report import ExportedLayer, ExportReport
 from tritonfp8.export.stream import WrittenTensor, planned, rounding_of
 from tritonfp8.layers.linear import require_module
 from tritonfp8.layers.stored import CodesTensor, plain_weight
+from tritonfp8.specs import READ_SPECS
 from tritonfp8.specs.checks import require_int, require_type
 from tritonfp8.specs.formats import SCALE_FORMATS
 from tritonfp8.specs.naming import listed
@@ -229,9 +231,12 @@ def _save_as_loaded(model: nn.Module, root: Path, adapters: str | None) -> Expor
     stored, config = stored_tensors(source), find_config(source)
     jobs = matched_with(model, stored, config, ignore).jobs
     texts = _configs_as_loaded(model, source)
-    root.mkdir(parents=True, exist_ok=True)
-    with _temporary(root) as draft, opened_all(source, stored) as read:
+    with ExitStack() as stack:
+        read = stack.enter_context(opened_all(source, stored))
         changed = _changed(jobs, read)
+        _check_written(changed)
+        root.mkdir(parents=True, exist_ok=True)
+        draft = stack.enter_context(_temporary(root))
         names = list(dict.fromkeys(header.file for header in stored.values()))
         for file in names:
             here = [name for name, header in stored.items() if header.file == file]
@@ -257,8 +262,19 @@ def _changed(jobs: list[Placed], read: Read) -> dict[str, Placed]:
         now, before = plain_weight(now), plain_weight(before)
         for job in each.jobs:
             if not torch.equal(_cut(now, job), _cut(before, job)):
-                found.update({name: job for name in (job.name, job.scale) if name is not None})
+                found.update(dict.fromkeys(job.names, job))
     return found
+
+
+def _check_written(changed: Mapping[str, Placed]) -> None:
+    """Raise ValueError for a changed tensor whose format is read and not written."""
+    names = [name for name, job in changed.items() if job.row is not None and job.row.spec.args[0] in READ_SPECS]
+    if names:
+        row = changed[names[0]].row
+        raise ValueError(
+            f"{listed(names)} changed since the load, and their format, {row and row.name!r}, is read and not written: "
+            "give format=, such as 'compressed_channel'"
+        )
 
 
 def _cut(x: Tensor, job: Placed) -> Tensor:
@@ -310,7 +326,7 @@ def _report_as_loaded(
     layers, count = {}, sum(job.name in changed for job in jobs)
     for job in jobs:
         if job.row is not None:
-            whole, after = job.place.tensor, job.stored.nbytes + stored[str(job.scale)].nbytes
+            whole, after = job.place.tensor, sum(stored[name].nbytes for name in job.names)
             before = whole.nbytes * math.prod(job.shape) // whole.numel()
             layers[job.layer] = ExportedLayer(str(job.row.spec), None, before, after)
     return ExportReport(
@@ -330,7 +346,12 @@ def _configs_as_loaded(model: nn.Module, source: Path) -> dict[str, str]:
     to read the tensors.
     """
     texts = {}
-    for name, key in ((QUANTIZATION_CONFIG, ""), (GENERATION_CONFIG, "generation_config"), (CONFIG, "config")):
+    for name, key in (
+        (MODELOPT_CONFIG, ""),
+        (QUANTIZATION_CONFIG, ""),
+        (GENERATION_CONFIG, "generation_config"),
+        (CONFIG, "config"),
+    ):
         if not (source / name).is_file():
             continue
         texts[name] = (source / name).read_text(encoding="utf-8")
