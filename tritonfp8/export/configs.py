@@ -47,14 +47,14 @@ def groups(config: Mapping[str, Any]) -> list[FormatGroup]:
     """
     method = config.get("quant_method")
     if isinstance(method, str) and method in _ELSEWHERE:
-        raise _elsewhere(f"quant_method {method!r}", *_ELSEWHERE[method])
+        raise _elsewhere(repr(method), *_ELSEWHERE[method])
     require("quant_method of the quantization config", method, tuple(_READERS))
     return _READERS[str(method)](config)
 
 
-def _elsewhere(layout: str, what: str, readers: str) -> ValueError:
+def _elsewhere(method: str, what: str, readers: str) -> ValueError:
     return ValueError(
-        f"{layout} is the layout of {what}, which {readers} read. load reads {' and '.join(map(repr, _READERS))}: take "
+        f"quant_method {method} is the layout of {what}, which {readers} read. load reads {' and '.join(map(repr, _READERS))}: take "
         "a checkpoint of these, or one in high precision"
     )
 
@@ -132,7 +132,7 @@ def _experts(config: Mapping[str, Any]) -> list[FormatGroup]:
 def _modelopt(config: Mapping[str, Any]) -> list[FormatGroup]:
     if (algorithm := config.get("quant_algo")) != "NVFP4":
         what = "NVIDIA ModelOpt (one scale a tensor, or others), of which NVFP4 is read"
-        raise _elsewhere(f"quant_algo {algorithm!r} of quant_method 'modelopt'", what, "TensorRT-LLM, vLLM and SGLang")
+        raise _elsewhere(f"'modelopt' with quant_algo {algorithm!r}", what, "TensorRT-LLM, vLLM and SGLang")
     row = READ_FORMATS["modelopt_nvfp4"]
     sizes = [config, *((scheme.get("weights") or {}) for scheme in (config.get("config_groups") or {}).values())]
     for each in sizes:
