@@ -54,8 +54,8 @@ def groups(config: Mapping[str, Any]) -> list[FormatGroup]:
 
 def _elsewhere(method: str, what: str, readers: str) -> ValueError:
     return ValueError(
-        f"quant_method {method} is the layout of {what}, which {readers} read. load reads {' and '.join(map(repr, _READERS))}: take "
-        "a checkpoint of these, or one in high precision"
+        f"quant_method {method} is the layout of {what}, which {readers} read. load reads "
+        f"{' and '.join(map(repr, _READERS))}: take a checkpoint of these, or one in high precision"
     )
 
 
