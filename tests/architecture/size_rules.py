@@ -65,7 +65,7 @@ ROOM_LINES = {
     "layers": 7020,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
-    "export": 3320,  # MXFP4; NVFP4; load_tensors, the headers of a stream, its check; a checkpoint as it was loaded
+    "export": 3490,  # MXFP4; NVFP4; load_tensors, headers of a stream; a checkpoint as it was loaded; ranks that save
     "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 6010,  # codes sent once, the gradient of a scattered output too; weights rounded before

@@ -106,6 +106,7 @@ def load_any(model: nn.Module, root: Path, device: torch.device) -> LoadReport:
 def _load(
     model: nn.Module, root: Path, config: dict[str, Any] | None, patterns: Collection[str], device: torch.device
 ) -> LoadReport:
+    reshard(model)
     stored = stored_tensors(root)
     matched = matched_with(model, stored, config, patterns)
     with opened_all(root, stored) as read:
@@ -156,6 +157,7 @@ def load_tensors(
     model = bare(model)
     patterns, found = patterns_of(ignore), groups(checkpoint_format(format, "pow2", None).config(()))
     given = given_tensors(tensors)
+    reshard(model)
     matched = _matched(model, headers_of(given), found, patterns)
     _check_scales(matched.jobs, given.__getitem__)
     ready = list(prepared(matched.jobs, given.__getitem__, torch.device(device)))
@@ -171,7 +173,6 @@ def _matched(
     patterns: Collection[str],
     static: Collection[str] = (),
 ) -> Match:
-    reshard(model)
     model_places = places(model)
     check_has_memory(model_places)
     # By it classes of transformers name tensors of their checkpoints that they do not read.

@@ -14,6 +14,7 @@ from tritonfp8.export import (
     CODES,
     Stored,
     TensorStream,
+    attempt,
     check_names,
     check_patterns,
     checkpoint_format,
@@ -22,7 +23,7 @@ from tritonfp8.export import (
 )
 from tritonfp8.rollout.names import ENGINE_NAMES, EngineName, by_expert, content_of
 from tritonfp8.rollout.shards import EngineRank, Piece, cut, pieces_of, scale_piece
-from tritonfp8.rollout.transfer import announced, attempt, settle, take, whole_group
+from tritonfp8.rollout.transfer import announced, settle, take, whole_group
 from tritonfp8.specs import TENSORWISE
 from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
