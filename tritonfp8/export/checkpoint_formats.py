@@ -117,6 +117,10 @@ class CheckpointFormat:
         """The name of the scale of a weight, by its name."""
         return weight.removesuffix("weight") + self.scale_name
 
+    def scale_beside(self, codes: str) -> str:
+        """The name of the scale, by the name of the codes of a weight."""
+        return self.scale_of(codes.removesuffix(self.codes_end) + "weight" if codes.endswith(self.codes_end) else codes)
+
     def scale_read(self, shape: Sequence[int], scale: Tensor, whole: Tensor | None = None) -> Tensor:
         """The scale of codes of ``shape`` in the dtype and shape of the spec.
 
