@@ -59,8 +59,8 @@ ROOM_LINES = {
     "specs": 1190,  # naming; which transposes can be made from codes; two codes a byte; codes that are only read
     "recipes": 700,  # transposed_from, a backward that dequantizes, files of the recipes of layers; mxfp4_weights
     "reference": 1940,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains; MXFP4
-    "tuning": 1535,  # tiles of transposes that are made from codes
-    "launch": 4830,  # transposes that are made from codes, also of several weights and of groups; chains; MXFP4
+    "tuning": 1540,  # tiles of transposes that are made from codes
+    "launch": 4850,  # transposes that are made from codes, also of several weights and of groups; chains; MXFP4
     "ops": 1860,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
     "layers": 7020,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
