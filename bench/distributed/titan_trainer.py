@@ -298,7 +298,8 @@ def kernels_of(profile: torch.profiler.profile) -> dict[str, Any]:
 
     Returns:
         ``span`` from the first kernel to the end of the last; ``busy``, in which a kernel other than NCCL's ran;
-        ``kernels``, by name the seconds and the number of calls of the :data:`MOST` that take longest.
+        ``kernels``, by name the seconds and the number of calls of the :data:`MOST` that take longest; ``host``, the
+        same of what the host called, without what that called.
     """
     # Ranges that a program names have times on the GPU too.
     events = (event for event in profile.events() if event.device_type == DeviceType.CUDA)
@@ -314,7 +315,10 @@ def kernels_of(profile: torch.profiler.profile) -> dict[str, Any]:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     longest = sorted(found.items(), key=lambda item: -item[1][0])[:MOST]
-    return {"span": (end - spans[0][0]) / 1e6 if spans else 0.0, "busy": busy / 1e6, "kernels": dict(longest)}
+    calls = sorted(profile.key_averages(), key=lambda call: -call.self_cpu_time_total)[:MOST]
+    host = {call.key[:120]: [call.self_cpu_time_total / 1e6, call.count] for call in calls}
+    span = (end - spans[0][0]) / 1e6 if spans else 0.0
+    return {"span": span, "busy": busy / 1e6, "kernels": dict(longest), "host": host}
 
 
 def _summary(logged: list[dict[str, float]], flops_per_token: int) -> dict[str, Any]:
