@@ -30,7 +30,7 @@ class Transformer(NamedTuple):
 
     Attributes:
         layers, hidden, ffn, heads, kv_heads, head_dim, vocabulary: of the model; no ``ffn`` where there are experts.
-        experts, top_k, inside: of a mixture: how many, of which a token takes, and an expert's hidden features.
+        experts, top_k, inside: of a mixture: their number, how many a token takes, and hidden features of one.
         measured: the set of ``experts.json`` that has its layer.
     """
 

@@ -191,7 +191,7 @@ def _load_words(q_rows, s_rows, is_row, blocks, K, stride_sk, COLS: tl.constexpr
 def _largest_of_words(words, exponents):
     """Bits of a float32 in the binade of the largest magnitude of each row, int32 ``[m]``; of infinity beyond float32.
 
-    Mantissas of codes are 1 and 1.5: the scale of a row depends on the binade alone.
+    Mantissas of codes are 1 and 1.5: the scale of a row depends only on the binade.
     """
     # In each four bits: 8 of a magnitude from 4 on, 4 from 2 on, 2 from 1 on, 1 of 0.5.
     found = (words & 0x77777777) | ((words & (words << 1) & 0x44444444) << 1)
@@ -214,7 +214,7 @@ def _bytes_of_four(codes):
 
 @triton.jit
 def _four_exact(codes, below):
-    """Four codes, in the low 16 bits, to e4m3, a byte each; ``below`` is their exponent less that of the row, from -5.
+    """Four codes, in the low 16 bits, to four bytes of e4m3; ``below`` is their exponent less the row's, from -5.
 
     A magnitude of two bits of exponent and one of mantissa becomes bits 2 to 4 of e4m3, to which the difference of
     exponents is added. Two differ: 0, to which nothing is added, and 0.5, which is no normal number of e2m1.

@@ -128,7 +128,7 @@ def _contents(folder):
 
 
 def saved(mesh, folder, format, limit):
-    """All ranks save a sharded model of which rank 0 has the whole one, too."""
+    """All ranks save a sharded model, which rank 0 has as a whole, too."""
     whole, sharded = (model_of(dtype=torch.float32) for _ in range(2))
     for model in (whole, sharded):
         tritonfp8.convert(model, "rowwise")
@@ -293,7 +293,7 @@ def test_a_sharded_model_on_the_meta_device_loads_nothing(ranks):
 
 
 def trained(folder, names):
-    """A model of which two steps changed these weights."""
+    """A model, and two steps that changed these weights."""
     model = from_pretrained(folder, train="full")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(each in name for each in names))

@@ -131,7 +131,7 @@ def _experts(config: Mapping[str, Any]) -> list[FormatGroup]:
 
 def _modelopt(config: Mapping[str, Any]) -> list[FormatGroup]:
     if (algorithm := config.get("quant_algo")) != "NVFP4":
-        what = "NVIDIA ModelOpt (one scale a tensor, or others), of which NVFP4 is read"
+        what = "NVIDIA ModelOpt other than NVFP4 (one scale a tensor, or others)"
         raise _elsewhere(f"'modelopt' with quant_algo {algorithm!r}", what, "TensorRT-LLM, vLLM and SGLang")
     row = READ_FORMATS["modelopt_nvfp4"]
     sizes = [config, *((scheme.get("weights") or {}) for scheme in (config.get("config_groups") or {}).values())]
