@@ -46,9 +46,10 @@ def quantize_parts(x: Tensor, parts: int, rank: int) -> Tensor:
 
 def sum_in_pairs(out: Tensor, parts: Tensor, factor: float) -> None:
     """See :func:`tritonfp8.reference.sum_in_pairs`."""
+    reference.check_sum(out, parts)
     n, count, quantized = out.numel(), parts.shape[0], parts.dtype == torch.uint8
     groups, size = reference.part_sizes(n)
-    if not n or not out.is_contiguous() or parts.shape != (count, size if quantized else n):
+    if not n or not out.is_contiguous():
         reference.sum_in_pairs(out, parts, factor)
         return
     if count > MOST_PARTS:

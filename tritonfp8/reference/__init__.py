@@ -51,9 +51,9 @@ from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, writ
 from tritonfp8.reference.routing import routed
 from tritonfp8.reference.shards import (
     PART,
-    PART_DTYPES,
     amax_of_shards,
     check_parts,
+    check_sum,
     part_sizes,
     quantize_parts,
     quantize_shards,

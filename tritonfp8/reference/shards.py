@@ -147,18 +147,28 @@ def sum_in_pairs(out: Tensor, parts: Tensor, factor: float) -> None:
         factor: rounded to float32.
 
     Raises:
+        TypeError: parts of another dtype.
         ValueError: parts of another size.
     """
-    n, count = out.numel(), parts.shape[0]
-    groups, size = part_sizes(n) if parts.dtype == torch.uint8 else (0, n)
-    if parts.ndim != 2 or not count or parts.shape[1] != size:
-        raise ValueError(f"the parts of a sum of {n} elements must be [parts, {size}]; got {tuple(parts.shape)}")
-    values = parts if parts.dtype != torch.uint8 else _dequantize_parts(parts, groups)
+    check_sum(out, parts)
+    n = out.numel()
+    values = parts if parts.dtype != torch.uint8 else _dequantize_parts(parts, part_sizes(n)[0])
     sums = list(values[:, :n].float().unbind())
     while len(sums) > 1:
         last = sums[len(sums) - len(sums) % 2 :]
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=False)] + last
     out.copy_(sums[0] * factor)
+
+
+def check_sum(out: Tensor, parts: Tensor) -> None:
+    """Raise as :func:`sum_in_pairs`."""
+    if parts.dtype not in (*PART_DTYPES, torch.uint8):
+        raise TypeError(f"gradients are added in {', '.join(map(str, PART_DTYPES))}, or as codes; got {parts.dtype}")
+    size = part_sizes(out.numel())[1] if parts.dtype == torch.uint8 else out.numel()
+    if parts.ndim != 2 or not parts.shape[0] or parts.shape[1] != size:
+        raise ValueError(
+            f"the parts of a sum of {out.numel()} elements must be [parts, {size}]; got {tuple(parts.shape)}"
+        )
 
 
 def _dequantize_parts(parts: Tensor, groups: int) -> Tensor:
