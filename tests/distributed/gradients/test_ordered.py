@@ -50,8 +50,11 @@ def trained(mesh, setup, steps):
 
 
 def small(recipe):
-    """One layer, of sizes that no number of ranks divides."""
-    return Setup(recipe, sizes=(42, 3, 131, 1))
+    """One layer, of sizes that no number of ranks divides.
+
+    It computes in float32: sums of a few gradients in bfloat16 are exact in float32, so no order would show.
+    """
+    return Setup(recipe, param_dtype=None, sizes=(42, 3, 131, 1))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
@@ -78,7 +81,7 @@ def without_sharding(mesh, setup, steps):
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
 def test_a_model_that_is_not_sharded(ranks, recipe):
     """Scales of a whole tensor are of one unit, and of the whole weight."""
-    setup = replace(small(recipe), enabled=False, param_dtype=None)
+    setup = replace(small(recipe), enabled=False)
     alone = ranks.run(1, without_sharding, setup, 3)
     assert ranks.run(2, trained, setup, 3) == alone * 2
 
@@ -98,8 +101,8 @@ def mean_of_ranks(mesh, setup, steps):
 
 def test_sums_in_another_order_have_other_bits(ranks):
     """What the tests above compare can differ: without this class it does."""
-    found = {ranks.run(world, mean_of_ranks, small("rowwise"), 2)[0] for world in (1, 2)}
-    assert len(found) == 2
+    found = {ranks.run(world, mean_of_ranks, small("rowwise"), 2)[0] for world in (1, 2, 4)}
+    assert len(found) > 1
 
 
 def saved(mesh, setup, folder, steps):
