@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import tritonfp8
 from tritonfp8.distributed import OrderedGradients, clip_grad_norm_
-from tritonfp8.distributed.gradients.norm import sums_of_squares
+from tritonfp8.distributed.gradients.norm import _gathered, sums_of_squares
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 
@@ -184,6 +184,20 @@ def test_a_norm_does_not_depend_on_the_shards(ranks, shape):
     for found in ranks.run(4, local_and_whole_norm, shape, 3.0):
         assert found[0] == found[1] == found[2]
         assert found[0][0] > 1.5
+
+
+def gathered_rows(mesh, shapes):
+    """Of gradients the sums of their rows: gathered from shards, and of whole ones."""
+    whole = [torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for shape in shapes]
+    grads = [distribute_tensor(x, mesh, [Shard(0)]) for x in whole]
+    found = _gathered(grads, [sums_of_squares(grad.to_local()) for grad in grads], mesh, 0)
+    return [x.tolist() for x in found], [sums_of_squares(x).tolist() for x in whole]
+
+
+def test_rows_are_gathered_in_order(ranks):
+    """float32 would hide the order of a sum in float64."""
+    for found, expected in ranks.run(4, gathered_rows, [(5, 40), (11,), (3, 4, 9), (2, 3)]):
+        assert found == expected
 
 
 @pytest.mark.parametrize("value", [1e-40, 1e-20, 1.0, 1e18])
