@@ -11,7 +11,7 @@ from tritonfp8.launch import gradients as launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of a part: less than a group, whole groups, a tail in the second tile.
-SIZES = (1, 77, 256, 1500)
+SIZES = (1, 77, 256, 2500)
 
 
 def gradient(parts, n, dtype=torch.float32, device="cpu", seed=0):

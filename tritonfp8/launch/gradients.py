@@ -11,18 +11,15 @@ from tritonfp8.launch.kernel_cache import run
 from tritonfp8.launch.plan import kernel_constants
 from tritonfp8.specs.formats import FORMATS
 
-# Groups of 128 elements of a program: four elements of each part a thread.
-ROWS, WARPS = 8, 8
+# Groups of 128 elements of a program. A thread casts eight elements, which share a random state; of each part it
+# adds four, so that all parts fit its registers.
+CAST_ROWS, SUM_ROWS, WARPS = 16, 8, 8
 # Parts of one launch: a program has all of them in registers. A power of two, so that the sums of launches are nodes of
 # the tree.
 MOST_PARTS = 32
 # A factor and a sum must not become one operation that rounds once.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 _COLS = reference.PART.block[1]
-
-
-def _programs(groups: int) -> int:
-    return -(-groups // ROWS)
 
 
 def quantize_parts(x: Tensor, parts: int, rank: int) -> Tensor:
@@ -38,8 +35,8 @@ def quantize_parts(x: Tensor, parts: int, rank: int) -> Tensor:
         constants = kernel_constants(reference.PART, reference.PART.block)
         pointers = x.contiguous(), out, out.view(-1)[groups * _COLS :]
         run(
-            kernels.quantize_parts_kernel, parts * _programs(groups), pointers, (n, groups, size, rank),
-            {**{name: constants[name] for name in ("QMAX", "MANTISSA_BITS", "EMIN")}, "ROWS": ROWS}, **OPTIONS,
+            kernels.quantize_parts_kernel, parts * -(-groups // CAST_ROWS), pointers, (n, groups, size, rank),
+            {**{name: constants[name] for name in ("QMAX", "MANTISSA_BITS", "EMIN")}, "ROWS": CAST_ROWS}, **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -61,7 +58,6 @@ def sum_in_pairs(out: Tensor, parts: Tensor, factor: float) -> None:
     parts = parts.contiguous()
     exponents = parts.view(-1)[groups * _COLS :] if quantized else None
     values = parts.view(FORMATS[reference.PART.format].dtype) if quantized else parts
-    run(
-        kernels.sum_in_pairs_kernel, _programs(groups), (values, exponents, out), (n, groups, parts.shape[1], size),
-        {"PARTS": count, "FACTOR": factor, "ROWS": ROWS}, **OPTIONS,
-    )  # fmt: skip
+    integers = n, groups, parts.shape[1], size
+    constants = {"PARTS": count, "FACTOR": factor, "ROWS": SUM_ROWS}
+    run(kernels.sum_in_pairs_kernel, -(-groups // SUM_ROWS), (values, exponents, out), integers, constants, **OPTIONS)

@@ -14,7 +14,7 @@ def row(losses, seconds, **sent):
     return {"losses": [losses, losses], "seconds": seconds, "bytes": {"all_gather": 7, **sent}}
 
 
-def test_losses_are_compared_with_those_of_the_same_seed():
+def test_losses_are_compared_by_seed():
     seeds = {
         seed: [
             row([9.0, base], 1.0, reduce_scatter=400),

@@ -1,6 +1,7 @@
 """A step of the same units has the same bits on 1, 2 and 4 ranks: gradients, their norm, and trained weights."""
 
 import functools
+import os
 from dataclasses import replace
 
 import pytest
@@ -30,7 +31,7 @@ def unit(index):
 def step_of(mesh, model, gradients, optimizer, number, max_norm=1.0):
     """One step; the norm of its gradients."""
     for i in range(gradients.backwards):
-        loss = model(unit(number * UNITS + i * mesh.size() + mesh.get_rank()))
+        loss = model(unit(number * UNITS + i * mesh.size() + mesh.get_rank()).to(mesh.device_type))
         (loss / UNITS).backward()
         gradients.add()
     gradients.finish()
@@ -42,6 +43,9 @@ def step_of(mesh, model, gradients, optimizer, number, max_norm=1.0):
 
 def trained(mesh, setup, steps):
     """The norms of the steps, and a digest of the weights after them."""
+    if mesh.device_type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     model, _ = build(mesh, setup)
     gradients = OrderedGradients(model, UNITS)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
@@ -100,7 +104,7 @@ def mean_of_ranks(mesh, setup, steps):
 
 
 def test_sums_in_another_order_have_other_bits(ranks):
-    """What the tests above compare can differ: without this class it does."""
+    """Weights can differ: without this class they do."""
     found = {ranks.run(world, mean_of_ranks, small("rowwise"), 2)[0] for world in (1, 2, 4)}
     assert len(found) > 1
 
@@ -117,7 +121,7 @@ def saved(mesh, setup, folder, steps):
 
 
 def resumed(mesh, setup, folder, steps, done):
-    """Load what :func:`saved` wrote, and train the steps that are left."""
+    """Load the checkpoint of :func:`saved`, and train the steps that are left."""
     model, _ = build(mesh, setup)
     zero(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
@@ -282,3 +286,10 @@ def test_refusals(ranks):
     for found in ranks.run(2, refusals):
         for message, part in zip(found, expected, strict=True):
             assert part in message
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_two_gpus(gpus, recipe):
+    alone = gpus.run(1, trained, small(recipe), 20, timeout=300)
+    assert gpus.run(2, trained, small(recipe), 20, timeout=300) == alone * 2

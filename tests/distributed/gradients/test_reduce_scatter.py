@@ -26,19 +26,20 @@ def gradient_of(rank, size, dtype=torch.float32):
 
 
 def reduced(mesh, size, dtype, is_quantized, op=SUM, poisoned=False):
-    """What a rank gets of gradients ``[ranks * size]``."""
+    """The part of a rank of the reduced gradients, each ``[ranks * size]``."""
     if not isinstance(op, torch.distributed.ReduceOp.RedOpType):
         op = torch.distributed._make_nccl_premul_sum(op)
+    device = mesh.device_type
     x = gradient_of(mesh.get_rank(), mesh.size() * size, dtype)
     if poisoned and mesh.get_rank() == 1:
         x[0] = math.inf
-    out = torch.full((size,), -7.0, dtype=dtype)
-    PairwiseReduceScatter(is_quantized)(out, x, mesh.get_group(), op)
-    return out
+    out = torch.full((size,), -7.0, dtype=dtype, device=device)
+    PairwiseReduceScatter(is_quantized)(out, x.to(device), mesh.get_group(), op)
+    return out.cpu()
 
 
 def expected(world, size, dtype, is_quantized, factor):
-    """What each rank should get, by one process."""
+    """The parts of all ranks, by one process."""
     each = [gradient_of(rank, world * size, dtype) for rank in range(world)]
     sent = [reference.quantize_parts(x, world, i) if is_quantized else x.view(world, -1) for i, x in enumerate(each)]
     outs = torch.empty(world, size, dtype=dtype)
@@ -98,7 +99,7 @@ def relative_error(found, wanted):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_gradients_are_near_those_in_float32(ranks, option):
+def test_gradients_are_near_float32(ranks, option):
     """Shards are uneven over three ranks. A code's step is an eighth, so an element is off by some percent."""
     (found, _), (wanted, _) = (ranks.run(3, gradients, OPTIONS[option], enabled)[0] for enabled in (True, False))
     assert 1e-3 < relative_error(found, wanted) < 0.05
@@ -221,3 +222,14 @@ def test_wrong_calls(ranks):
             strict=True,
         ):
             assert part in message
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("is_quantized", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_two_gpus(gpus, dtype, is_quantized):
+    """The bits of the reference, by NCCL, also of parts that fill many tiles."""
+    for size in (300, 200_001):
+        found = gpus.run(2, reduced, size, dtype, is_quantized, AVG)
+        for got, want in zip(found, expected(2, size, dtype, is_quantized, 0.5), strict=True):
+            assert torch.equal(got, want)

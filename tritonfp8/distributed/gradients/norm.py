@@ -43,7 +43,7 @@ def sums_of_squares(x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
     if not rows.numel():
         return x.new_zeros(len(rows), dtype=torch.float64)
-    # Longer rows, as of one expert's weight, are rows of this length and a rest: of each row alike.
+    # A longer row is cut into rows of this length and a rest, which does not depend on the number of rows.
     parts = rows.split(_LONGEST, 1)
     step = max(1, _AT_ONCE // parts[0].shape[1])
     return functools.reduce(torch.add, (torch.cat([_squares(some) for some in part.split(step)]) for part in parts))

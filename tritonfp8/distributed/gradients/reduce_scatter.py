@@ -22,7 +22,7 @@ from tritonfp8.specs.naming import listed
 
 
 class PairwiseReduceScatter:
-    """What FSDP2 calls to reduce the gradients of one ``fully_shard``: its protocol of a custom reduce-scatter.
+    """The reduce-scatter that FSDP2 calls for the gradients of one ``fully_shard``, by its protocol for custom ones.
 
     Args:
         is_quantized: whether parts travel as codes with a scale for 128 elements, rounded at random without bias.
