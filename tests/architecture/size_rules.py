@@ -68,7 +68,7 @@ ROOM_LINES = {
     "export": 3205,  # MXFP4; load_tensors, the headers of a stream, and its check; a checkpoint as it was loaded
     "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
-    "distributed": 6460,  # codes sent once; weights rounded before; gradients in 8 bits, in one order, and their norm
+    "distributed": 6470,  # codes sent once; weights rounded before; gradients in 8 bits, in one order, and their norm
     "workflow": 3525,  # sampled steps in figures, for loggers; recipes to a file; MXFP4; self-tests of gradients
     "training": 1460,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
     "warmup": 1430,

@@ -262,6 +262,8 @@ def refusals(mesh):
         gradients.add()
     refused(gradients.add)
     gradients.finish()
+    model(unit(0)).backward()
+    refused(gradients.add)
     columns = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
     columns.grad = columns.detach().clone()
     refused(lambda: clip_grad_norm_([columns], 1.0))
@@ -281,6 +283,7 @@ def test_refusals(ranks):
         "RuntimeError: no parameter has a gradient: call add() after each backward",
         "RuntimeError: 0 of the 2 backwards of this rank were added",
         "RuntimeError: all 2 backwards of this rank were added",
+        "RuntimeError: backward added to the sums of the step before: call optimizer.zero_grad()",
         "sharded along dim 0 over one mesh dim; got placements (Shard(dim=1),)",
     )
     for found in ranks.run(2, refusals):

@@ -172,13 +172,13 @@ FAULTS = (
     ),
     (
         "tritonfp8/distributed/gradients/ordered.py",
-        "        while (before := self._levels[level]) is not None:\n"
+        "        while (first := self._levels[level]) is not None:\n"
         "            self._levels[level] = None\n"
-        "            grads = _joined(before, grads)\n"
+        "            grads = _joined(first, grads)\n"
         "            level += 1\n",
         "        while level < len(self._levels) - 1:\n"
-        "            if (before := self._levels[-1]) is not None:\n"
-        "                grads = _joined(before, grads)\n"
+        "            if (first := self._levels[-1]) is not None:\n"
+        "                grads = _joined(first, grads)\n"
         "            level = len(self._levels) - 1\n",
         "units are added from the first to the last",
         _ORDERED,

@@ -14,6 +14,7 @@ and the sharded sums are joined like the digits of a binary counter: log2(units 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -77,6 +78,8 @@ class OrderedGradients:
         self.backwards = units // ranks
         self._count = 0
         self._levels: list[Gradients | None] = [None] * self.backwards.bit_length()
+        # The sums of the step before, without their memory.
+        self._given: list[weakref.ref[Tensor]] = []
 
     def _take_over(self, model: nn.Module) -> int:
         """Have FSDP2 reduce in pairs of ranks, and return the number of ranks."""
@@ -107,7 +110,8 @@ class OrderedGradients:
         """Take the gradients of one backward out of ``.grad``.
 
         Raises:
-            RuntimeError: there are none, as after a backward without reduction; or all units of the step were added.
+            RuntimeError: there are none, as after a backward without reduction; all units of the step were added;
+            or the sums of the step before are still in ``.grad``.
         """
         grads: Gradients = [p.grad for p in self._parameters]
         if self._count == self.backwards:
@@ -116,12 +120,19 @@ class OrderedGradients:
             raise RuntimeError(
                 "no parameter has a gradient: call add() after each backward, with FSDP2's gradient synchronization on"
             )
+        before = {id(given) for ref in self._given if (given := ref()) is not None}
+        if any(id(grad) in before for grad in grads if grad is not None):
+            raise RuntimeError(
+                "backward added to the sums of the step before: call optimizer.zero_grad() after each step, which sets "
+                "gradients to None"
+            )
+        self._given = []
         for parameter in self._parameters:
             parameter.grad = None
         level = 0
-        while (before := self._levels[level]) is not None:
+        while (first := self._levels[level]) is not None:
             self._levels[level] = None
-            grads = _joined(before, grads)
+            grads = _joined(first, grads)
             level += 1
         self._levels[level] = grads
         self._count += 1
@@ -140,6 +151,7 @@ class OrderedGradients:
         assert sums is not None
         for parameter, grad in zip(self._parameters, sums, strict=True):
             parameter.grad = grad
+        self._given = [weakref.ref(grad) for grad in sums if grad is not None]
         self._levels[-1] = None
         self._count = 0
 
