@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cases import QUANTIZED
 from fsdp_cases import Setup, build, digest, zero
 from fsdp_models import VOCABULARY, Llama, initialize
 from torch import nn
@@ -61,7 +62,15 @@ def small(recipe):
     return Setup(recipe, param_dtype=None, sizes=(42, 3, 131, 1))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+LONG = ("rowwise", "blockwise", "mxfp8")
+
+
+@pytest.mark.parametrize("recipe", [name for name in QUANTIZED if name not in LONG])
+def test_every_recipe(ranks, recipe):
+    assert ranks.run(4, trained, small(recipe), 2) == ranks.run(1, trained, small(recipe), 2) * 4
+
+
+@pytest.mark.parametrize("recipe", LONG)
 def test_weights_are_the_same_on_any_number_of_ranks(ranks, recipe):
     """The first norms are above the limit, so gradients are clipped, too."""
     run = functools.partial(ranks.run, function=trained, setup=small(recipe), steps=100, timeout=300)
@@ -292,7 +301,7 @@ def test_refusals(ranks):
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", LONG)
 def test_two_gpus(gpus, recipe):
     alone = gpus.run(1, trained, small(recipe), 20, timeout=300)
     assert gpus.run(2, trained, small(recipe), 20, timeout=300) == alone * 2
