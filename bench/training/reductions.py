@@ -1,6 +1,6 @@
 """Gradients reduced in float32, in bfloat16 and in 8 bits under FSDP2: losses of several seeds, bytes, and time.
 
-    python -m bench.distributed.gradients --model tiny --steps 1000 --seeds 3
+    python -m bench.training.reductions --model tiny --steps 1000 --seeds 3
 
 Each seed has its weights and its text, and each contestant of a seed the same. Without torchrun this command starts the
 processes. On GPUs it then times a few steps again with ``NCCL_P2P_DISABLE=1``, as between GPUs without NVLink.
@@ -24,26 +24,27 @@ from bench.distributed.bars import mean_losses
 from bench.distributed.compare import Row, Settings, compare
 from bench.distributed.models import BASELINE, REDUCTIONS, reduction_contestants
 from bench.distributed.ranks import joined
+from bench.training.seeds import LIMIT, MEAN_STEPS
 
-FILE = "gradients.json"
-CPU_FOLDER = Path("runs") / "bench-gradients"
+FILE = "reductions.json"
+CPU_FOLDER = Path("runs") / "bench-reductions"
 CPU_PROCESSES = 2
-# The share of the steps whose mean loss is compared, and the steps that are timed without NVLink.
-LAST, TIMED_STEPS = 0.05, 30
+# Of all steps so many are timed without NVLink.
+TIMED_STEPS = 30
 NO_NVLINK = {"NCCL_P2P_DISABLE": "1"}
 
 
 def last_loss(row: Row) -> float:
-    """The mean loss of all ranks over the last steps."""
+    """The mean loss of all ranks over the last third of the steps, or fewer."""
     losses = mean_losses(row)
-    count = max(1, int(len(losses) * LAST))
-    return statistics.fmean(losses[-count:])
+    return statistics.fmean(losses[-min(MEAN_STEPS, -(-len(losses) // 3)) :])
 
 
 def summary(seeds: dict[int, list[Row]]) -> list[dict[str, Any]]:
     """Of each reduction: last losses by seed, their distance from float32's of the same seed, and the noise of seeds.
 
-    The noise is the standard deviation of float32's last losses.
+    The noise is the standard deviation of float32's last losses. ``within`` says whether the mean distance is at most
+    the share of the loss that :mod:`bench.training.seeds` allows recipes.
     """
     found = []
     plain = [last_loss(rows[0]) for rows in seeds.values()]
@@ -61,6 +62,7 @@ def summary(seeds: dict[int, list[Row]]) -> list[dict[str, Any]]:
                 "over_float32": apart,
                 "mean_over_float32": statistics.fmean(apart),
                 "noise": noise,
+                "within": abs(statistics.fmean(apart)) <= LIMIT * statistics.fmean(plain),
                 "gradient_bytes": max(sent),
                 "seconds": min(seconds) if seconds else None,
             }
@@ -71,7 +73,15 @@ def summary(seeds: dict[int, list[Row]]) -> list[dict[str, Any]]:
 def show(rows: list[dict[str, Any]], title: str) -> None:
     """Print the table."""
     table = Table(title=title)
-    for column in ("gradients", "step", "bytes", "last losses", "over float32", "noise of seeds"):
+    for column in (
+        "gradients",
+        "step",
+        "bytes",
+        "last losses",
+        "over float32",
+        f"within {LIMIT:.1%}",
+        "noise of seeds",
+    ):
         table.add_column(column)
     base = rows[0]
     for row in rows:
@@ -81,6 +91,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
             f"{row['gradient_bytes'] / base['gradient_bytes']:.3f} x",
             ", ".join(f"{x:.4f}" for x in row["last_losses"]),
             f"{row['mean_over_float32']:+.4f}",
+            "yes" if row["within"] else "NO",
             "" if row["noise"] is None else f"{row['noise']:.4f}",
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
@@ -91,7 +102,7 @@ def _launch(processes: int, arguments: list[str], **environment: str) -> int:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     given = {"OMP_NUM_THREADS": threads, **os.environ, **environment}
-    return subprocess.call([*launcher, "-m", "bench.distributed.gradients", *arguments], env=given)
+    return subprocess.call([*launcher, "-m", "bench.training.reductions", *arguments], env=given)
 
 
 def main(
@@ -104,7 +115,7 @@ def main(
     compile: Annotated[bool | None, typer.Option(help="Compile each layer. [default: on a GPU]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if available]")] = None,
     processes: Annotated[int | None, typer.Option(help="Processes to start without torchrun.", min=1)] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder. [default: bench/results/<gpu>/gradients-...]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder. [default: bench/results/<gpu>/reductions-...]")] = None,
 ) -> None:
     """Compare reductions of gradients, on ranks that this command or torchrun starts."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -119,7 +130,7 @@ def main(
     compile = kind == "cuda" if compile is None else compile
     without = all(os.environ.get(name) == value for name, value in NO_NVLINK.items())
     folder = out or (
-        CPU_FOLDER if kind == "cpu" else results_folder() / f"gradients-{Path(model).stem}-{recipe}-x{world}"
+        CPU_FOLDER if kind == "cpu" else results_folder() / f"reductions-{Path(model).stem}-{recipe}-x{world}"
     )
     path = folder / (f"no-nvlink-{FILE}" if without else FILE)
     found: dict[int, list[Row]] = {}
