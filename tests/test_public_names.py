@@ -37,8 +37,9 @@ NAMES = {
         "make_exact", "send", "why_inexact",
     ),
     "tritonfp8.distributed": (
-        "Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput", "count_collective_bytes",
-        "enable_float8_all_gather", "scales", "shard_experts", "sharded_linear", "token_counts",
+        "Float8ColwiseParallel", "Float8RowwiseParallel", "OrderedGradients", "PrepareFloat8ModuleInput",
+        "clip_grad_norm_", "count_collective_bytes", "enable_float8_all_gather", "enable_float8_reduce_scatter",
+        "scales", "shard_experts", "sharded_linear", "token_counts",
     ),
     "tritonfp8.integrations.transformers": (
         "Float8Callback", "Float8Config", "StoredWeightsConfig", "from_pretrained", "restore",

@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -265,7 +265,11 @@ def free(device: torch.device) -> None:
 
 
 def compare(
-    settings: Settings, ranks: Ranks, device: torch.device, note: Callable[[str, list[Row]], None]
+    settings: Settings,
+    ranks: Ranks,
+    device: torch.device,
+    note: Callable[[str, list[Row]], None],
+    contestants: Sequence[Contestant] | None = None,
 ) -> tuple[str, list[Row]]:
     """Measure all contestants. Collective: every rank calls it with the same settings and gets the same result.
 
@@ -274,6 +278,7 @@ def compare(
         ranks: all ranks of the run.
         device: the device of this rank.
         note: called with the result so far after each contestant.
+        contestants: other ones than those of ``settings``.
 
     Returns:
         A description of the order in which contestants ran, and a row for each (:func:`row`).
@@ -287,7 +292,7 @@ def compare(
     job = ranks.together(lambda: Job.make(settings, device))
     rows: list[Row] = []
     for _ in range(settings.rounds):
-        for index, contestant in enumerate(settings.contestants()):
+        for index, contestant in enumerate(contestants or settings.contestants()):
             entry = Measured(contestant, reason=contestant.obstacle)
             _phase(ranks, job, entry, Measured.start)
             _phase(ranks, job, entry, Measured.run, settings.steps - untimed_steps(settings))

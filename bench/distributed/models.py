@@ -28,6 +28,7 @@ from tritonfp8.distributed import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
     enable_float8_all_gather,
+    enable_float8_reduce_scatter,
 )
 
 BASELINE = "bf16"
@@ -37,10 +38,10 @@ WAYS = dict(zip(("torch", "dtensors", "float8"), TP_WAYS, strict=True))
 OTHER_ORDER = "another order of sums"
 REORDERED = f"{ALONE}, {OTHER_ORDER}"
 ORDER_SEED = 0
+REDUCTIONS = ("reduced in float32", "reduced in bfloat16", "reduced in 8 bits")
 STORED = "stored in 8 bits"
 TORCHAO_GATHER, TORCHAO_ROWWISE = f"torchao tensorwise, {GATHER}", "torchao rowwise"
 ATTENTION = "causal_sdpa"
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Styles = tuple[type[ColwiseParallel], type[RowwiseParallel], type[PrepareModuleInput]]
 TORCH_STYLES: Styles = (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
 FLOAT8_STYLES: Styles = (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
@@ -84,6 +85,8 @@ class Contestant:
         moments: how ``tritonfp8.optim.AdamW`` stores the moments of weights that are stored in 8 bits; None is torch's
             AdamW.
         obstacle: why it cannot take part, or None.
+        reduce_dtype: the dtype in which gradients are reduced.
+        codes: whether gradients are sent in 8 bits.
     """
 
     name: str
@@ -96,6 +99,8 @@ class Contestant:
     alone: bool = False
     moments: str | None = None
     obstacle: str | None = None
+    reduce_dtype: torch.dtype = torch.float32
+    codes: bool = False
 
 
 def _leave(model: nn.Module) -> None:
@@ -202,6 +207,19 @@ def torchao_contestants() -> list[Contestant]:
     ]
 
 
+def reduction_contestants(recipe: str) -> list[Contestant]:
+    """One recipe, whose gradients are reduced in float32, in bfloat16, and in 8 bits to float32 sums."""
+    convert = _leave if recipe == BASELINE else _converter(recipe, gather=True)
+    baseline = REDUCTIONS[0]
+    ways = zip(REDUCTIONS, (torch.float32, torch.bfloat16, torch.float32), strict=True)
+    return [
+        Contestant(
+            name, convert, baseline, own=name == REDUCTIONS[-1], reduce_dtype=dtype, codes=name == REDUCTIONS[-1]
+        )
+        for name, dtype in ways
+    ]
+
+
 def tp_contestants(recipes: tuple[str, ...], alone: bool, chosen: tuple[str, ...] = tuple(WAYS)) -> list[Contestant]:
     """bf16, and each recipe with torch's styles (local tensors, DTensors) and with the FP8 styles, as :data:`WAYS`.
 
@@ -249,12 +267,15 @@ def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bo
         plan = llama_plan(len(model.model.layers), contestant.styles, contestant.dtensors)
         parallelize_module(model, meshes.tp, plan)
     mesh = meshes.alone if contestant.alone else meshes.dp
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=contestant.reduce_dtype)
     for name, layer in list(model.model.layers.named_children()):
         if compile:
             layer = compiled(layer, model.device.type)
             model.model.layers.register_module(name, layer)
-        fully_shard(layer, mesh=mesh, mp_policy=POLICY, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, mp_policy=POLICY, reshard_after_forward=True)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    if contestant.codes:
+        enable_float8_reduce_scatter(model)
 
 
 def compiled(layer: nn.Module, device_type: str) -> nn.Module:

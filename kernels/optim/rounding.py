@@ -22,7 +22,8 @@ QUIET_NAN: tl.constexpr = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def _hash32(x):
+def hash32(x):
+    """``reference.optimizer.hash32``."""
     x = (x ^ (x >> 16)) * tl.full((), FIRST, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full((), SECOND, tl.uint32)
     return x ^ (x >> 16)
@@ -44,8 +45,14 @@ def random_states(keys_ptr, row, col, ALIGNED: tl.constexpr, TILE_M: tl.constexp
     first = tl.load(keys_ptr).to(tl.uint32, bitcast=True)
     second = tl.load(keys_ptr + 1).to(tl.uint32, bitcast=True)
     groups = col // GROUP + tl.arange(0, TILE_N // GROUP) if ALIGNED else _columns(col, False, TILE_N) // GROUP
-    rows = _hash32((row + tl.arange(0, TILE_M)).to(tl.uint32) ^ first)[:, None]
-    x = rows + groups.to(tl.uint32)[None, :] * tl.full((), THIRD, tl.uint32)
+    rows = hash32((row + tl.arange(0, TILE_M)).to(tl.uint32) ^ first)[:, None]
+    return states_of(rows, groups[None, :], second)
+
+
+@triton.jit
+def states_of(rows, groups, second):
+    """The state of each group of columns: hashes of rows and ``second`` are random words, groups are counted."""
+    x = rows + groups.to(tl.uint32) * tl.full((), THIRD, tl.uint32)
     x = (x ^ (x >> 16)) * tl.full((), FIRST, tl.uint32) + (rows * tl.full((), SECOND, tl.uint32) + second)
     return x ^ (x >> 15)
 

@@ -27,6 +27,7 @@ WRITTEN = {
     "quantize_into": ["qdata", "scale"],
     "amax_of_shards": ["amaxes"],
     "quantize_shards": ["out"],
+    "sum_in_pairs": ["out"],
     "adamw": ["qdata", "scale", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"],
 }
 

@@ -13,7 +13,9 @@ VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
 SQUARE = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
 MX = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
 # Ops whose calls the doctor has.
-OF_THE_DOCTOR = ("adamw", "adamw_amax", "amax_of_shards", "operand_figures", "quantize_shards")
+OF_THE_DOCTOR = (
+    "adamw", "adamw_amax", "amax_of_shards", "operand_figures", "quantize_parts", "quantize_shards", "sum_in_pairs",
+)  # fmt: skip
 MATMUL_PAIRS = [(ROW, ROW), (QuantSpec("e5m2"), QuantSpec("e4m3")), (VECTOR, SQUARE), (VECTOR, VECTOR), (MX, MX)]
 
 

@@ -3,6 +3,7 @@
     tensor_parallel  a linear layer on DTensors, and parallel styles that send 8 bits
     expert_parallel  experts sharded over ranks
     fsdp             weights gathered in 8 bits
+    gradients        gradients reduced in 8 bits, or in an order that no number of ranks changes
     shard_layout     which part of each dim lies here, and where its blocks begin
     global_scales    quantize shards by the scales of the global tensor
     stored_weights   weights that are stored in 8 bits and sharded
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from tritonfp8.distributed import dtensor_rules, options, shard_layout, stored_weights, torch_private
 from tritonfp8.distributed.expert_parallel import shard_experts
 from tritonfp8.distributed.fsdp import GatheredWeight, enable_float8_all_gather
+from tritonfp8.distributed.gradients import OrderedGradients, clip_grad_norm_, enable_float8_reduce_scatter
 from tritonfp8.distributed.options import scales, token_counts
 from tritonfp8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
@@ -35,9 +37,12 @@ from tritonfp8.layers.linear import CodesSource
 __all__ = [
     "Float8ColwiseParallel",
     "Float8RowwiseParallel",
+    "OrderedGradients",
     "PrepareFloat8ModuleInput",
+    "clip_grad_norm_",
     "count_collective_bytes",
     "enable_float8_all_gather",
+    "enable_float8_reduce_scatter",
     "scales",
     "shard_experts",
     "sharded_linear",

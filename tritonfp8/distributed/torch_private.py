@@ -60,6 +60,8 @@ BASE = (
     PrivateName("torch:", "_disable_dynamo", "keeps hooks out of graphs; torch.compiler.disable imports the compiler"),
     PrivateName("torch:", "_foreach_norm", "amaxes of many shards in one kernel"),
     PrivateName("torch:", "_foreach_copy_", "writes those amaxes in one kernel"),
+    PrivateName("torch:", "_foreach_add_", "joins the gradients of two units"),
+    PrivateName("torch:", "_foreach_mul_", "clips gradients"),
     PrivateName("torch:_C", "_disabled_torch_function_impl", "a gathered weight dispatches below torch functions"),
     PrivateName("torch.distributed:distributed_c10d", "_get_default_store", "the words of ranks that disagree"),
     PrivateName("torch.utils._python_dispatch:", "TorchDispatchMode", "counts the bytes of collectives"),

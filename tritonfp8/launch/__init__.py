@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tritonfp8.launch import casts, chains, exact, figures, gemms, optimizer, rows, shards
+from tritonfp8.launch import casts, chains, exact, figures, gemms, gradients, optimizer, rows, shards
 from tritonfp8.launch.casts import MOST_WEIGHTS
 from tritonfp8.launch.chains import may_chain
 from tritonfp8.launch.executor import generation, repeat_of
@@ -45,6 +45,8 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
             exact.row_logsumexp,
             figures.operand_figures,
             gemms.scaled_matmul,
+            gradients.quantize_parts,
+            gradients.sum_in_pairs,
             rows.dots_of_rows,
             gemms.grouped_matmul,
             casts.grouped_sum,

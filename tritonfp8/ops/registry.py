@@ -119,6 +119,11 @@ _SHARDS = {
         "-> ()",
     ),
 }
+# Parts of gradients that ranks exchange, by the memory that FSDP2 reduces in.
+_GRADIENTS = {
+    "quantize_parts": Op("(Tensor x, int parts, int rank) -> Tensor"),
+    "sum_in_pairs": Op("(Tensor(a!) out, Tensor parts, float factor) -> ()"),
+}
 # Several weights in one op, and several ops in one: below autograd, so vmap does not see them.
 _CHAIN = "chain"
 _LISTS = {
@@ -251,7 +256,7 @@ _LAYERS = {
         "Tensor? grad_output=None) -> (Tensor, Tensor)"
     ),
 }
-_TABLES = (_CASTS, _SHARDS, _LISTS, _OPTIMIZERS, _GEMMS, _GROUPED, _EXACT, _HEALTH, _LAYERS)
+_TABLES = (_CASTS, _SHARDS, _GRADIENTS, _LISTS, _OPTIMIZERS, _GEMMS, _GROUPED, _EXACT, _HEALTH, _LAYERS)
 OPS: Mapping[str, Op] = MappingProxyType(
     {
         name: dataclasses.replace(
@@ -313,7 +318,7 @@ def _register() -> None:
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
             direct.add(name, overload(name), cpu, cuda, getattr(op.launch, "plannable", None))
-        if name not in {**_SHARDS, **_LISTS, **_OPTIMIZERS, "quantize_into": None}:
+        if name not in {**_SHARDS, **_GRADIENTS, **_LISTS, **_OPTIMIZERS, "quantize_into": None}:
             batching.register(f"{NAMESPACE}::{name}", _library)
     run = chained(launch.LAUNCHES[_CHAIN], _overloads)
     for device in ("CPU", "CUDA"):

@@ -55,4 +55,13 @@ from tritonfp8.reference.grouped import (
 )
 from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
 from tritonfp8.reference.routing import routed
-from tritonfp8.reference.shards import amax_of_shards, quantize_shards
+from tritonfp8.reference.shards import (
+    PART,
+    amax_of_shards,
+    check_parts,
+    check_sum,
+    part_sizes,
+    quantize_parts,
+    quantize_shards,
+    sum_in_pairs,
+)

@@ -35,15 +35,15 @@ RANDOM_GROUP = 8
 GENERATOR = 0xAC564B05
 """A multiplier whose successive values have a good lattice modulo 2^32: P. L'Ecuyer, "Tables of linear congruential
 generators of different sizes and good lattice structure", 1999, table 4."""
-_WORD = 0xFFFFFFFF
+WORD = 0xFFFFFFFF
 # An addition to the largest pattern of a NaN would make it a negative number.
 _QUIET_NAN = 0x7FC00000
 
 
 def hash32(x: Tensor) -> Tensor:
     """``lowbias32`` of 32-bit words, which are kept as int64: a bijection whose output bits look independent."""
-    x = (x ^ (x >> 16)) * MULTIPLIERS[0] & _WORD
-    x = (x ^ (x >> 15)) * MULTIPLIERS[1] & _WORD
+    x = (x ^ (x >> 16)) * MULTIPLIERS[0] & WORD
+    x = (x ^ (x >> 15)) * MULTIPLIERS[1] & WORD
     return x ^ (x >> 16)
 
 
@@ -58,8 +58,8 @@ def rounding_keys(seed: int, steps: Tensor, weights: Tensor) -> Tensor:
     Returns:
         int32 ``[P, 2]``.
     """
-    key = hash32(torch.full_like(weights, seed & _WORD))
-    for word in (torch.full_like(weights, seed >> 32 & _WORD), steps.long() & _WORD, steps.long() >> 32, weights):
+    key = hash32(torch.full_like(weights, seed & WORD))
+    for word in (torch.full_like(weights, seed >> 32 & WORD), steps.long() & WORD, steps.long() >> 32, weights):
         key = hash32(key ^ word)
     return torch.stack([key, hash32(key ^ MULTIPLIERS[2])], 1).to(torch.int32)
 
@@ -76,12 +76,16 @@ def random_states(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> T
         place: row and column of the first one in the whole weight.
     """
     (n, k), device = shape, keys.device
-    first, second = (keys.long() & _WORD)[:2].unbind()
-    rows = torch.arange(place[0], place[0] + n, device=device)[:, None] & _WORD
+    first, second = (keys.long() & WORD)[:2].unbind()
+    rows = torch.arange(place[0], place[0] + n, device=device)[:, None] & WORD
     cols = torch.arange(place[1], place[1] + k, device=device)[None, :]
-    row = hash32(rows ^ first)
-    x = row + cols // RANDOM_GROUP * MULTIPLIERS[2] & _WORD
-    x = (x ^ (x >> 16)) * MULTIPLIERS[0] + row * MULTIPLIERS[1] + second & _WORD
+    return states_of(hash32(rows ^ first), cols // RANDOM_GROUP, second)
+
+
+def states_of(row: Tensor, group: Tensor, second: Tensor) -> Tensor:
+    """States from random words of rows, from the index of a :data:`RANDOM_GROUP`, and from one more random word."""
+    x = row + group * MULTIPLIERS[2] & WORD
+    x = (x ^ (x >> 16)) * MULTIPLIERS[0] + row * MULTIPLIERS[1] + second & WORD
     return x ^ (x >> 15)
 
 
@@ -93,11 +97,16 @@ def random_bits(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> tup
     are the random number.
     """
     states = random_states(keys, shape, place)
-    at = torch.arange(place[1], place[1] + shape[1], device=keys.device) % RANDOM_GROUP
-    powers = [pow(GENERATOR, 1 + i, 1 << 32) for i in range(3 * RANDOM_GROUP)]
-    by = torch.tensor(powers, device=keys.device).view(3, RANDOM_GROUP)
-    code, mean, square = ((states * by[i, at] & _WORD) >> 32 - RANDOM_BITS for i in range(3))
+    at = torch.arange(place[1], place[1] + shape[1], device=keys.device)
+    code, mean, square = (bits_of(states, at, i) for i in range(3))
     return code, mean, square
+
+
+def bits_of(states: Tensor, at: Tensor, use: int) -> Tensor:
+    """The random numbers of elements in the columns ``at``, for one of three uses, from their states."""
+    powers = [pow(GENERATOR, 1 + i, 1 << 32) for i in range(3 * RANDOM_GROUP)]
+    by = torch.tensor(powers, device=states.device).view(3, RANDOM_GROUP)
+    return (states * by[use, at % RANDOM_GROUP] & WORD) >> 32 - RANDOM_BITS
 
 
 def round_to_code(x: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:

@@ -58,7 +58,9 @@ class OpCall(NamedTuple):
 
 def calls() -> Iterator[OpCall]:
     """The calls; calls of one op are adjacent."""
-    found = itertools.chain(_casts(), _of_shards(), _of_groups(), _of_matrices(), _of_rows(), _exact(), _steps())
+    found = itertools.chain(
+        _casts(), _of_shards(), _of_gradients(), _of_groups(), _of_matrices(), _of_rows(), _exact(), _steps()
+    )
     return iter(sorted(found, key=lambda call: call.name))
 
 
@@ -166,6 +168,15 @@ def _of_shards() -> Iterator[OpCall]:
             to = ops.places_to_write([(o, r, of[i]) for o, r, of in zip(offsets, rows, places, strict=True)])
             args = (torch.zeros(70 * 800, dtype=torch.uint8), shards, to, found, *(spec_t or spec).args)
             yield OpCall("quantize_shards", (*args, transpose, torch.bfloat16), on_host=(2,))
+
+
+def _of_gradients() -> Iterator[OpCall]:
+    """Three parts of 700 elements, the last group of each with 60."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = _normal(2100, dtype=dtype)
+        yield OpCall("quantize_parts", (x, 3, 1))
+        for parts in (x.view(3, 700), reference.quantize_parts(x, 3, 1)):
+            yield OpCall("sum_in_pairs", (torch.zeros(700, dtype=dtype), parts, 0.25))
 
 
 def _of_groups() -> Iterator[OpCall]:

@@ -1,6 +1,11 @@
-"""The faults about models of other libraries, and what layers and ranks share, as arguments of ``Mutant``."""
+"""The faults about models of other libraries, what layers and ranks share, and gradients that ranks add; as arguments
+of ``Mutant``.
+"""
 
 _LOADERS = ("tests/clients/models/test_loaders.py", "-k", "TestTransformers or TestAccelerate")
+_PARTS = ("tests/kernels/test_gradients.py",)
+_REDUCED = ("tests/distributed/gradients/test_reduce_scatter.py",)
+_ORDERED = ("tests/distributed/gradients/test_ordered.py", "-k", "not any_number")
 _MADE = ("tests/layers/stored/test_quantized_init.py",)
 
 FAULTS = (
@@ -94,5 +99,109 @@ FAULTS = (
         "size = -(-total // mesh.size())",
         "a stored weight that each rank has all of is taken for a shard",
         ("tests/distributed/test_parallelism.py", "-k", "replicate_of_torch"),
+    ),
+    (
+        "kernels/optim/gradients.py",
+        "    return 1 << ((count - 1).bit_length() - 1)",
+        "    return 1",
+        "parts are added from the last to the first",
+        _PARTS,
+    ),
+    (
+        "tritonfp8/reference/shards.py",
+        "sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=False)] + last",
+        "sums = [sums[0] + sums[1], *sums[2:]]",
+        "parts are added from the first to the last",
+        _PARTS,
+    ),
+    (
+        "tritonfp8/launch/gradients.py",
+        "MOST_PARTS = 32",
+        "MOST_PARTS = 24",
+        "sums of several launches are no nodes of the tree",
+        _PARTS,
+    ),
+    (
+        "kernels/optim/gradients.py",
+        "exponents = tl.load(from_ + tile.groups, mask",
+        "exponents = tl.load(from_ + tl.maximum(tile.groups - 1, 0), mask",
+        "a group is read by the scale of the group before",
+        _PARTS,
+    ),
+    (
+        "kernels/optim/gradients.py",
+        "place = hash32(hash32(tl.zeros((1, 1), tl.uint32) + rank.to(tl.uint32)) ^ index)",
+        "place = hash32(hash32(tl.zeros((1, 1), tl.uint32)) ^ index)",
+        "ranks round by the same random bits",
+        _PARTS,
+    ),
+    (
+        "tritonfp8/reference/shards.py",
+        "torch.full_like(index, rank)",
+        "torch.full_like(index, 0)",
+        "ranks with equal gradients round alike, and the errors add up",
+        _PARTS,
+    ),
+    (
+        "tritonfp8/reference/shards.py",
+        "optimizer.round_to_code(values * enc, fmt, bits)",
+        "optimizer.round_to_code(values * enc, fmt, None)",
+        "gradients are rounded to the nearest code, which has a bias",
+        _PARTS,
+    ),
+    (
+        "tritonfp8/distributed/gradients/reduce_scatter.py",
+        "group.size(), group.rank())",
+        "group.size(), 0)",
+        "each rank rounds as the first one",
+        _REDUCED,
+    ),
+    (
+        "tritonfp8/distributed/gradients/reduce_scatter.py",
+        "        return 1.0 / ranks\n",
+        "        return 1.0\n",
+        "a mean of ranks is their sum",
+        _REDUCED,
+    ),
+    (
+        "tritonfp8/distributed/gradients/reduce_scatter.py",
+        "        return float(state[1])",
+        "        return 1.0",
+        "the divide factor of FSDP2 is forgotten",
+        _REDUCED,
+    ),
+    (
+        "tritonfp8/distributed/gradients/ordered.py",
+        "        while (first := self._levels[level]) is not None:\n"
+        "            self._levels[level] = None\n"
+        "            grads = _joined(first, grads)\n"
+        "            level += 1\n",
+        "        while level < len(self._levels) - 1:\n"
+        "            if (first := self._levels[-1]) is not None:\n"
+        "                grads = _joined(first, grads)\n"
+        "            level = len(self._levels) - 1\n",
+        "units are added from the first to the last",
+        _ORDERED,
+    ),
+    (
+        "tritonfp8/distributed/gradients/ordered.py",
+        "            module.set_gradient_divide_factor(1.0)\n",
+        "            pass\n",
+        "gradients are divided by the number of ranks",
+        _ORDERED,
+    ),
+    (
+        "tritonfp8/distributed/gradients/norm.py",
+        "total = (scaled * scaled * 2.0**_BITS).long().sum(1).double()",
+        "total = (scaled * scaled).sum(1).double() * 2.0**_BITS",
+        "the sum of a row depends on how a device adds",
+        _ORDERED,
+    ),
+    (
+        "tritonfp8/distributed/gradients/norm.py",
+        "by_rank = [part.split(list(counts)) for part, counts",
+        "by_rank = [part.flip(0).split(list(counts)) for part, counts",
+        "rows of a rank are gathered in another order",
+        _ORDERED,
     ),
 )

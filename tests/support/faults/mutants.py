@@ -254,8 +254,8 @@ MUTANTS = (
     ),
     Mutant(
         "tritonfp8/reference/optimizer.py",
-        "by[i, at]",
-        "by[0, at]",
+        "by[use, at % RANDOM_GROUP]",
+        "by[0, at % RANDOM_GROUP]",
         "a code and the moments of its weight are rounded by the same random bits",
         ("tests/reference/test_optimizer.py",),
     ),

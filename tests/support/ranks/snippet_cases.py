@@ -396,4 +396,5 @@ CASES = {
     "distributed.md-3": Case(fsdp, check_fsdp),
     "distributed.md-4": Case(pipeline, check_pipeline),
     "distributed.md-5": Case(context, check_context),
+    "distributed.md-6": Case(checks.units_of_ranks, checks.check_all_ranks_alike),
 }

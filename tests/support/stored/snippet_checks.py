@@ -1,4 +1,4 @@
-"""Names and checks of the snippets of the documentation: stored weights, experts, engines, checks and torchtitan."""
+"""Names and checks of the snippets of the documentation: stored weights, experts, engines, gradients, torchtitan."""
 
 import os
 import tempfile
@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from engines import bytes_of, engine_of, trainer_of, unfused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tritonfp8
+from tritonfp8.distributed import OrderedGradients, clip_grad_norm_
 from tritonfp8.layers.stored import StoredMatrices, StoredWeight, is_stored
 
 HIDDEN = 64
@@ -237,3 +239,33 @@ def even_layer(mesh):
 
 def check_packed(names):
     assert names["model"].weight.spec.format == "e2m1"
+
+
+def units_of_ranks(mesh):
+    """A sharded model and units of data, the same on each rank."""
+    model = fully_shard(Mlp(), mesh=mesh)
+    data = torch.randn(16, 4, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return {
+        "model": model, "data": data, "loss": lambda out: out.square().mean(), "steps": 2, "ranks": mesh.size(),
+        "rank": mesh.get_rank(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "before": [p.full_tensor().detach().clone() for p in model.parameters()],
+    }  # fmt: skip
+
+
+def check_all_ranks_alike(names):
+    """The weights are the weights of one process."""
+    model = Mlp()
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), names["before"], strict=True):
+            p.copy_(value)
+    gradients, optimizer = OrderedGradients(model, 8), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in names["data"].split(8):
+        for unit in step:
+            (names["loss"](model(unit)) / 8).backward()
+            gradients.add()
+        gradients.finish()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, other in zip(model.parameters(), names["model"].parameters(), strict=True):
+        assert torch.equal(mine, other.full_tensor())

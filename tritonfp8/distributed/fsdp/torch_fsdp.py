@@ -63,6 +63,11 @@ class Managed(NamedTuple):
         info = self.group.mesh_info
         return hasattr(info, "replicate_mesh_size") and not hasattr(info, "shard_mesh_size")
 
+    @property
+    def copies(self) -> int:
+        """The number of ranks that have the same shard, as in HSDP."""
+        return int(getattr(self.group.mesh_info, "replicate_mesh_size", 1))
+
     def require_mesh(self) -> None:
         """Raise RuntimeError unless this torch says how the parameter is sharded."""
         require_of_instance(_USER, MESH_INFO, self.group.mesh_info)
@@ -110,9 +115,18 @@ class Managed(NamedTuple):
     @property
     def param_dtype(self) -> torch.dtype | None:
         """The dtype in which the layer computes, or None for the parameter's own."""
+        return self._policy.param_dtype
+
+    @property
+    def _policy(self) -> Any:
         # Since torch 2.15 each parameter has a policy; before, its group has one.
         policy = getattr(self.param, "mp_policy", None)
-        return (self.group.mp_policy if policy is None else policy).param_dtype
+        return self.group.mp_policy if policy is None else policy
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which its gradient is reduced over the ranks."""
+        return self._policy.reduce_dtype or self.param_dtype or self.local.dtype
 
     @property
     def local(self) -> torch.Tensor:
