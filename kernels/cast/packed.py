@@ -18,6 +18,7 @@ from tritonfp8.kernels.numerics import (
     reduce_max,
     round_to_format,
 )
+from tritonfp8.kernels.optim.rounding import CODES, random_states, random_words, round_to_code
 from tritonfp8.kernels.pdl import begin
 
 
@@ -34,6 +35,16 @@ def packed_codes(x, QMAX: tl.constexpr, MANTISSA_BITS: tl.constexpr, EMIN: tl.co
     codes = ((exponent - (EMIN + 127)) << MANTISSA_BITS) + (total.to(tl.int32, bitcast=True) - anchor)
     codes |= (x.to(tl.int32, bitcast=True) >> 28) & 8
     codes = tl.where(bits > INFINITY_BITS, 0, codes)
+    low, high = tl.split(tl.reshape(codes, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@triton.jit
+def packed_at_random(x, words, QMAX: tl.constexpr, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr):
+    """As :func:`packed_codes`, up or down by random words, uint32 ``[m, blocks, n]``."""
+    codes = round_to_code(x, words, MANTISSA_BITS, EMIN, QMAX, True, True, False).to(tl.int32)
+    # A sign before seven bits; where these are ones, NaN.
+    codes = tl.where((codes & 0x7F) == 0x7F, 0, (codes & 7) | ((codes >> 4) & 8))
     low, high = tl.split(tl.reshape(codes, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
     return (low | (high << 4)).to(tl.uint8)
 
@@ -107,6 +118,41 @@ def quantize_packed_kernel(
     found = amax_bits(reduce_max(magnitudes(x), 2), x.dtype)
     enc, scale = encode_e8m0(found, EMAX, QMAX_MANTISSA, POW2)
     q = packed_codes(x.to(tl.float32) * enc[:, :, None], QMAX, MANTISSA_BITS, EMIN)
+    halves = _elements(blocks, COLS // 2)
+    mask = (rows < M)[:, :, None] & (halves < K // 2)
+    tl.store(q_ptr + rows.to(tl.int64)[:, :, None] * stride_qm + halves.to(tl.int64) * stride_qk, q, mask=mask)
+    mask = (rows < M) & (blocks < tl.cdiv(K, COLS))
+    tl.store(s_ptr + rows.to(tl.int64) * stride_sm + blocks.to(tl.int64) * stride_sk, scale, mask=mask)
+
+
+@triton.jit
+def quantize_packed_at_random_kernel(
+    x_ptr, q_ptr, s_ptr, keys_ptr, M, K, above, left, stride_qm, stride_qk, stride_sm, stride_sk,
+    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """As :func:`quantize_packed_kernel`, of a contiguous ``x``, each code rounded up or down at random.
+
+    ``above`` and ``left`` are row and column of the first element in the whole weight. ALIGNED: ``left`` is a multiple
+    of the columns that share a random state.
+    """
+    tl.static_assert(ROWS == 1 and E8M0)
+    begin(DEPENDENT)
+    pid_m, pid_n = tile_index(tl.program_id(0), M, K, TILE_M, TILE_N, 1)
+    rows, blocks = _rows(pid_m, TILE_M), _blocks(pid_n, COLS, TILE_N)
+    cols = _elements(blocks, COLS)
+    x = tl.load(
+        x_ptr + rows.to(tl.int64)[:, :, None] * K + cols.to(tl.int64), mask=(rows < M)[:, :, None] & (cols < K),
+        other=0.0,
+    )  # fmt: skip
+    found = amax_bits(reduce_max(magnitudes(x), 2), x.dtype)
+    enc, scale = encode_e8m0(found, EMAX, QMAX_MANTISSA, POW2)
+    first = left + pid_n * TILE_N
+    states = random_states(keys_ptr, above + pid_m * TILE_M, first, ALIGNED, TILE_M, TILE_N)
+    words = tl.reshape(random_words(states, first, CODES, ALIGNED, TILE_N), (TILE_M, TILE_N // COLS, COLS))
+    q = packed_at_random(x.to(tl.float32) * enc[:, :, None], words, QMAX, MANTISSA_BITS, EMIN)
     halves = _elements(blocks, COLS // 2)
     mask = (rows < M)[:, :, None] & (halves < K // 2)
     tl.store(q_ptr + rows.to(tl.int64)[:, :, None] * stride_qm + halves.to(tl.int64) * stride_qk, q, mask=mask)

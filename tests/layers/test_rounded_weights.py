@@ -185,8 +185,8 @@ def test_what_cannot_be_stored_is_an_error_and_nothing_is_converted():
             tritonfp8.convert(model, NAME, **options)
         assert type(model["it"]) is nn.Linear
 
-    message = "it requires a gradient.*takes no step.*leave out weight_storage"
-    refuses(nn.Linear(64, 32), message, weight_storage="quantized")
+    message = "it requires a gradient and is torch.bfloat16.*call model.float"
+    refuses(nn.Linear(64, 32).bfloat16(), message, weight_storage="quantized")
     refuses(nn.Linear(67, 32), "it: e2m1.*odd number of in features: leave it out by filter=", mode="inference")
 
 

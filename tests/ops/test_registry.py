@@ -25,6 +25,7 @@ LAUNCHED = [name for name, op in ops.OPS.items() if op.reference is not None]
 
 WRITTEN = {
     "quantize_into": ["qdata", "scale"],
+    "quantize_at_random": ["qdata", "scale"],
     "amax_of_shards": ["amaxes"],
     "quantize_shards": ["out"],
     "sum_in_pairs": ["out"],

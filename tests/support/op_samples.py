@@ -65,6 +65,10 @@ def samples(device):
         yield ops.quantize, (deep, *spec.args)
         yield ops.quantize, (x, *spec.args, True)
         yield ops.quantize_into, (*reference.quantize(x * 0, *spec.args), x, *spec.args)
+        yield ops.quantize_at_random, (
+            *reference.quantize(x * 0, *spec.args), x, torch.tensor([5, -7], dtype=torch.int32, device=device),
+            *spec.args, [3, 0],
+        )  # fmt: skip
         yield ops.dequantize, (*codes, *spec.args, torch.bfloat16)
         yield ops.expand_codes, (*codes, *spec.args)
         yield ops.measure_rows, (*codes, *spec.args)

@@ -178,7 +178,7 @@ def for_storage(model: nn.Module, selected: Selected, mode: str, on_meta: bool =
     recipes = {name: found.recipe_of_storage(recipe) for name, recipe in recipes.items()}
     found.check_storable(model, layers, recipes, on_meta)
     if not freeze:
-        found.check_trainable(layers, recipes)
+        found.check_trainable(layers)
     chosen = {name: recipes.get(name, recipe) for name, recipe in selected.recipes.items()}
     return Storage(selected._replace(recipes=chosen), recipes, unstored)
 

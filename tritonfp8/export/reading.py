@@ -318,7 +318,7 @@ def _kept_spec(scale: Tensor, spec: QuantSpec, target: Tensor) -> QuantSpec | No
     if part is None or not _are_powers(scale):
         return None
     if target.is_meta and not target.requires_grad and expands_to(spec, part.spec):
-        # Nobody has these codes yet, and the recipe reads fewer bits as well. They take no step.
+        # Nobody has these codes yet, and the recipe reads fewer bits as well. Weights that train keep more.
         return spec
     return part.spec if replace(spec, scale_rounding=part.spec.scale_rounding) == part.spec else None
 

@@ -61,6 +61,7 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
             casts.swiglu_backward_amax,
             optimizer.adamw,
             optimizer.adamw_amax,
+            optimizer.quantize_at_random,
             shards.amax_of_shards,
             shards.quantize_shards,
         )

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonfp8 import reference
 from tritonfp8.compat import triton_private
+from tritonfp8.kernels.cast import packed as packed_kernels
 from tritonfp8.kernels.optim import adamw as kernels
 from tritonfp8.launch.kernel_cache import run
 from tritonfp8.launch.plan import kernel_constants
-from tritonfp8.reference import write_scales
 from tritonfp8.specs import amax_shape, spec_of
-from tritonfp8.tuning import CastTile, optimizer_tiles
+from tritonfp8.specs.formats import FORMATS
+from tritonfp8.tuning import CastTile, cast_tiles, optimizer_tiles
 
 AMAX, GIVEN = range(2)
 # Fused multiplications and additions would give other bits than the reference.
@@ -79,6 +81,13 @@ def adamw(
     exp_avg_sq_scale: Tensor | None = None, amax: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`tritonfp8.reference.adamw`."""
+    if FORMATS[spec_of(spec, packed=True).format].codes_a_byte > 1:
+        # Few weights are trained in these, and the reference has the same bits on a GPU.
+        reference.adamw(
+            qdata, scale, exp_avg, exp_avg_sq, grad, numbers, keys, spec, scale_block, place, stochastic,
+            exp_avg_scale, exp_avg_sq_scale, amax,
+        )  # fmt: skip
+        return
     moments, block = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale), spec_of(spec).block
     begins_with_block = all(at % b == 0 for at, b in zip(place, block, strict=True) if b != -1)
     blocks = optimizer_tiles.of_blocks(block, qdata.shape[1])
@@ -99,4 +108,20 @@ def adamw(
         )
     amax = amax.contiguous()
     _launch_parts(GIVEN, qdata, scale, moments, grad, numbers, keys, amax, spec, scale_block, place, stochastic)
-    write_scales(scale, amax, spec, qdata.shape, scale_block, place)
+    reference.write_scales(scale, amax, spec, qdata.shape, scale_block, place)
+
+
+def quantize_at_random(qdata: Tensor, scale: Tensor, x: Tensor, keys: Tensor, spec: str, place: Sequence[int]) -> None:
+    """See :func:`tritonfp8.reference.quantize_at_random`."""
+    kind, (m, k) = reference.check_packed(spec), x.shape
+    if not x.numel():
+        return
+    tile = cast_tiles.PACKED.narrowed(k)
+    run(
+        packed_kernels.quantize_packed_at_random_kernel, tile.programs(m, k),
+        (x.contiguous(), qdata, scale.view(torch.uint8), keys), (m, k, *place, *qdata.stride(), *scale.stride()),
+        {
+            **kernel_constants(kind, kind.block), "ALIGNED": place[1] % kernels.GROUP.value == 0, **tile.sizes(),
+        },
+        **tile.options(), **OPTIONS,
+    )  # fmt: skip

@@ -141,6 +141,9 @@ _OPTIMIZERS = {
         "Tensor keys, str spec, int[] scale_block, int[] place, bool stochastic, Tensor(e!)? exp_avg_scale=None, "
         "Tensor(f!)? exp_avg_sq_scale=None, Tensor? amax=None) -> ()",
     ),
+    "quantize_at_random": Op(
+        "(Tensor(a!) qdata, Tensor(b!) scale, Tensor x, Tensor keys, str spec, int[] place) -> ()"
+    ),
 }
 _GEMMS = {
     "scaled_matmul": Op(

@@ -187,7 +187,7 @@ class AdamW(torch.optim.AdamW):
         if not state:
             self._check_columns(param)
             state["step"] = torch.zeros((), dtype=torch.float32, device=part.qdata.device)
-            state.update(moment.zeros(part.qdata, self.moments))
+            state.update(moment.zeros(part.shape, part.qdata.device, self.moments))
         found: dict[str, Any] = state
         return found
 

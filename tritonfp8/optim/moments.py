@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +31,14 @@ def scale_name(name: str) -> str:
     return f"{name}_scale"
 
 
-def zeros(like: Tensor, kind: str) -> dict[str, Tensor]:
-    """Moments of value zero for codes ``[n, k]``, as :func:`tritonfp8.reference.adamw` takes them."""
+def zeros(size: Sequence[int], device: torch.device, kind: str) -> dict[str, Tensor]:
+    """Moments of value zero for a weight ``[n, k]``, as :func:`tritonfp8.reference.adamw` takes them."""
     found = {}
     for name in NAMES:
-        found[name] = torch.zeros(like.shape, dtype=DTYPES[kind], device=like.device)
+        found[name] = torch.zeros(size, dtype=DTYPES[kind], device=device)
         if kind == "fp8":
-            shape = scale_shape(like.shape, SPEC.block)
-            found[scale_name(name)] = torch.full(shape, ONE, dtype=torch.uint8, device=like.device)
+            shape = scale_shape(size, SPEC.block)
+            found[scale_name(name)] = torch.full(shape, ONE, dtype=torch.uint8, device=device)
     return found
 
 

@@ -53,7 +53,14 @@ from tritonfp8.reference.grouped import (
     swiglu_backward,
     swiglu_backward_amax,
 )
-from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
+from tritonfp8.reference.optimizer import (
+    adamw,
+    adamw_amax,
+    check_packed,
+    quantize_at_random,
+    rounding_keys,
+    write_scales,
+)
 from tritonfp8.reference.routing import routed
 from tritonfp8.reference.shards import (
     PART,

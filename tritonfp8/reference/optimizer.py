@@ -15,6 +15,7 @@ and of row and column of an element in the whole weight, so they do not depend o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from tritonfp8.reference import casts
 from tritonfp8.specs import BLOCK_1X128, QuantSpec, spec_of
-from tritonfp8.specs.formats import FORMATS, Format
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS, Format
 
 MOMENT = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
 """How 8-bit moments are quantized. Their scales are kept as exponents, one byte each."""
@@ -168,12 +169,13 @@ def _sqrt(x: Tensor) -> Tensor:
 
 def _stepped(
     qdata: Tensor, scale: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, exp_avg_scale: Tensor | None,
-    exp_avg_sq_scale: Tensor | None, grad: Tensor, numbers: Tensor, scale_block: Sequence[int],
+    exp_avg_sq_scale: Tensor | None, grad: Tensor, numbers: Tensor, scale_block: Sequence[int], fmt: Format,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Weight and moments after the step, in float32."""
     decay, a, b2, b, step, c, eps = numbers[:7].unbind()
     grad = grad.float()
-    p = qdata.float() * casts.spread(scales_of(scale) * decay, qdata.shape, scale_block)
+    p = casts.values_of(qdata, fmt)
+    p = p * casts.spread(scales_of(scale) * decay, p.shape, scale_block)
     m, v = read_moment(exp_avg, exp_avg_scale, False), read_moment(exp_avg_sq, exp_avg_sq_scale, True)
     m = m + (grad - m) * a
     v = v * b2 + grad * grad * b
@@ -206,10 +208,10 @@ def adamw_amax(
     Returns:
         float32, one value for each block of ``spec`` that the elements lie in. Blocks divide the whole weight.
     """
-    args = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, grad, numbers, scale_block)
+    s = spec_of(spec)
+    args = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, grad, numbers, scale_block, FORMATS[s.format])
     p = _stepped(qdata, scale, *args)[0]
-    block = spec_of(spec).block
-    return casts.amax(_blocks(p, place, block)[0], block)
+    return casts.amax(_blocks(p, place, s.block)[0], s.block)
 
 
 def adamw(
@@ -220,7 +222,8 @@ def adamw(
     """One step of a weight, or of the part of it on this rank; weight and moments are written in place.
 
     Args:
-        qdata: codes ``[n, k]``, contiguous.
+        qdata: codes ``[n, k]``, contiguous; or ``[n, k / 2]``, two codes a byte, rounded by :func:`quantize_at_random`,
+            or to nearest as by ``quantize_into``.
         scale: of the codes, float32 or exponents in one byte, one for each ``scale_block``.
         exp_avg: ``[n, k]``, float32, bfloat16 or, with ``exp_avg_scale``, e4m3.
         exp_avg_sq: like ``exp_avg``. In e4m3 it has square roots: the squares have twice the range in octaves.
@@ -236,11 +239,19 @@ def adamw(
         amax: float32, of each block of ``spec`` that the elements lie in (:func:`adamw_amax`), where others have a
             part of a block; else the elements decide.
     """
-    args = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, grad, numbers, scale_block)
-    p, m, v = _stepped(qdata, scale, *args)
-    drawn = random_bits(keys, qdata.shape, place) if stochastic else (None, None, None)
-    s = spec_of(spec)
+    s = spec_of(spec, packed=True)
     fmt = FORMATS[s.format]
+    args = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, grad, numbers, scale_block, fmt)
+    p, m, v = _stepped(qdata, scale, *args)
+    drawn = random_bits(keys, p.shape, place) if stochastic else (None, None, None)
+    if fmt.codes_a_byte > 1:
+        write_moment(m, exp_avg, exp_avg_scale, False, drawn[1])
+        write_moment(v, exp_avg_sq, exp_avg_sq_scale, True, drawn[2])
+        if stochastic:
+            quantize_at_random(qdata, scale, p, keys, spec, place)
+        else:
+            casts.quantize_into(qdata, scale.view(SCALE_FORMATS[s.scale_format].dtype), p, spec)
+        return
     padded, above, left = _blocks(p, place, s.block)
     enc, new = casts.encode(casts.amax(padded, s.block) if amax is None else amax, s)
     scaled = (padded * casts.spread(enc, padded.shape, s.block))[above:, left:]
@@ -249,6 +260,41 @@ def adamw(
     write_moment(v, exp_avg_sq, exp_avg_sq_scale, True, drawn[2])
     qdata.view(torch.uint8).copy_(casts.codes_of(rounded, fmt))
     _write_scales(scale, new, qdata.shape, s.block, scale_block, (above, left))
+
+
+def quantize_at_random(qdata: Tensor, scale: Tensor, x: Tensor, keys: Tensor, spec: str, place: Sequence[int]) -> None:
+    """Write over codes of several a byte the codes of ``x``, each rounded up or down at random.
+
+    The scale of a block is the smallest power of two by which its largest value is in the format ("pow2"), whatever
+    the rounding of ``spec``: a value that saturates would be below itself in the mean. The random bits are those of
+    the codes in :func:`adamw`.
+
+    Args:
+        qdata: codes ``[n, k / 2]``.
+        scale: exponents in one byte, of the codes.
+        x: ``[n, k]``, any floating dtype.
+        keys: int32 ``[2]`` or more, of :func:`rounding_keys`.
+        spec: the text of the :class:`~tritonfp8.QuantSpec` of the codes.
+        place: row and column of the first element in the whole weight.
+
+    Raises:
+        ValueError: a spec of codes of 8 bits, which :func:`adamw` steps.
+    """
+    s = check_packed(spec)
+    fmt, x = FORMATS[s.format], x.float()
+    enc, new = casts.encode(casts.amax(x, s.block), s)
+    scaled = x * casts.spread(enc, x.shape, s.block)
+    rounded = round_to_code(scaled.clamp(-fmt.qmax, fmt.qmax), fmt, random_bits(keys, x.shape, place)[0])
+    qdata.copy_(casts.codes_of(rounded, fmt))
+    scale.view(torch.uint8).copy_(new.view(torch.uint8))
+
+
+def check_packed(spec: str) -> QuantSpec:
+    """The spec by which :func:`quantize_at_random` rounds. Raises ValueError for codes of 8 bits."""
+    s = spec_of(spec, packed=True)
+    if FORMATS[s.format].codes_a_byte == 1:
+        raise ValueError(f"quantize_at_random takes codes of several a byte; got {s}: adamw steps codes of 8 bits")
+    return replace(s, scale_rounding="pow2")
 
 
 def write_scales(

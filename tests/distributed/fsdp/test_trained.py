@@ -7,6 +7,11 @@ import pytest
 import torch
 import trained_cases
 from cases import CODES, IN_BYTES, named
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import tritonfp8
+from tritonfp8.layers.stored import whole_weight
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(6)]
 
@@ -146,3 +151,41 @@ def test_through_high_precision_and_back(ranks, tmp_path, moments):
     saved, _, _ = ranks.run(2, trained_cases.save, layout="fsdp2", steps=3, total=3, **options)[0]
     for found in ranks.run(2, trained_cases.through_high_precision, layout="fsdp2", **options):
         assert all(torch.equal(x, saved[name]) for name, x in found.items() if "values" in name)
+
+
+def packed(mesh, optimizer):
+    """Steps of codes of two a byte, whose rows ranks share unevenly: the codes of one rank, to the bit."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 33), nn.Linear(33, 64), nn.Linear(64, 21))
+        tritonfp8.convert(model, "mxfp4_weights", filter=["0", "2"], weight_storage="quantized")
+        models.append(model)
+    whole, sharded = models
+    fully_shard(sharded, mesh=mesh)
+    steppers = [PACKED[optimizer](model.parameters()) for model in models]
+    before = whole[0].weight.dequantize().clone()
+    for seed in range(3):
+        for model, stepper in zip(models, steppers, strict=True):
+            # Each rank has the same rows, whose mean is exact.
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+            stepper.zero_grad()
+            model(x).square().mean().backward()
+            stepper.step()
+    assert not torch.equal(whole[0].weight.dequantize(), before)
+    for at in (0, 2):
+        found = whole_weight(sharded[at].weight)
+        assert torch.equal(found._qdata, whole[at].weight._qdata)
+        assert torch.equal(found._scale.view(torch.uint8), whole[at].weight._scale.view(torch.uint8))
+
+
+PACKED = {
+    "ours": lambda params: tritonfp8.optim.AdamW(params, 1e-2, moments="fp8"),
+    "masters": lambda params: tritonfp8.optim.with_masters(torch.optim.SGD)(params, 1.0),
+    "torch's": lambda params: torch.optim.SGD(params, 0.1, foreach=False),
+}
+
+
+@pytest.mark.parametrize("optimizer", PACKED)
+def test_codes_of_two_a_byte(ranks, optimizer):
+    ranks.run(2, packed, optimizer)

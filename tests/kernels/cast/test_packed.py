@@ -7,6 +7,8 @@ from strategies import PACKED_SPECS as SPECS
 
 from tritonfp8 import reference
 from tritonfp8.launch import casts
+from tritonfp8.launch import optimizer as launch
+from tritonfp8.reference import rounding_keys
 from tritonfp8.specs import BLOCK_1X32
 from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
@@ -127,3 +129,21 @@ def test_empty(device):
         assert casts.dequantize(*codes, text, torch.float32).shape == shape
         assert [x.shape for x in casts.expand_codes(*codes, text)] == [shape, (shape[0], 1)]
         assert [x.shape for x in casts.measure_rows(*codes, text)] == [(shape[0], 1)] * 2
+
+
+@each_device
+@each_spec
+@pytest.mark.parametrize(
+    ("shape", "place"), [((3, LONG), (0, 0)), ((70, 96), (41, 8)), ((17, 40), (2**20, 3))], ids=str
+)
+def test_rounding_at_random(device, spec, shape, place):
+    """Also of values beyond the format's, zeros of both signs, subnormal numbers, NaN and infinities."""
+    keys = rounding_keys(7, torch.tensor([3]), torch.tensor([5]))[0].to(device)
+    special = with_specials(normal(*shape))
+    for x in (banded(*shape), normal(*shape).bfloat16(), random_bits(*shape), special, torch.full(shape, -1e-45)):
+        found, expected = (
+            [each.to(device) for each in reference.quantize(torch.ones(shape), *spec.args)] for _ in range(2)
+        )
+        launch.quantize_at_random(*found, x.to(device), keys, *spec.args, place)
+        reference.quantize_at_random(*expected, x.to(device), keys, *spec.args, place)
+        assert_bitwise_equal(found, expected)

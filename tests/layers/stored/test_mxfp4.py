@@ -18,10 +18,12 @@ from stored_layers import (
     stored,
     weights_of,
 )
+from torch import nn
 
 import tritonfp8
-from tritonfp8 import QuantSpec, recipes, reference
+from tritonfp8 import QuantSpec, ops, recipes, reference
 from tritonfp8.layers.stored import MatricesShard, StoredWeight, stored_as_layer
+from tritonfp8.reference import rounding_keys
 from tritonfp8.specs import EXPANDED
 from tritonfp8.specs.testing import assert_bitwise_equal
 
@@ -114,27 +116,118 @@ def test_copies_keep_the_codes(kind):
     )
 
 
-@pytest.mark.parametrize("optimizer", [tritonfp8.optim.AdamW, tritonfp8.optim.with_masters(torch.optim.SGD)])
-def test_a_step_is_refused_before_it_changes_a_weight(optimizer):
+def test_the_mean_of_many_roundings_is_the_value():
+    """Of each value, also of the largest of a block, which the scale of the OCP rule would saturate."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [7.9], [3e4]])
+    x[1, :32] = torch.linspace(-7.9, 7.9, 32)
+    count, values = 4000, []
+    for key in rounding_keys(0, torch.arange(count).double(), torch.zeros(count, dtype=torch.int64)):
+        codes = reference.quantize(torch.zeros_like(x), *MXFP4_SPEC.args)
+        reference.quantize_at_random(*codes, x, key, *MXFP4_SPEC.args, (0, 0))
+        values.append(reference.dequantize(*codes, *MXFP4_SPEC.args, torch.float32).double())
+    found = torch.stack(values)
+    errors = found.std(0) / count**0.5
+    # A value on the grid, or so near to it that none of the roundings left it.
+    spacing = 2 * codes[1].float().repeat_interleave(32, 1)
+    assert ((found.mean(0) - x)[errors == 0].abs() <= 10 / count * spacing[errors == 0]).all()
+    z = ((found.mean(0) - x.double()) / errors)[errors > 0]
+    assert len(z) > 200
+    assert z.abs().max() < 4.5
+    assert 0.8 < z.std() < 1.2
+    # Neighbours on the grid, and no others.
+    assert all(len(each.unique()) <= 2 for each in found.flatten(1).unbind(1))
+
+
+def test_a_step_is_adamw_on_the_values_rounded_at_random():
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    grad = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    qdata, scale = reference.quantize(weight, *MXFP4_SPEC.args)
+    numbers = torch.tensor([0.99, 0.1, 0.99, 0.01, 0.05, 3.0, 1e-8])
+    (key,) = rounding_keys(0, torch.ones(1), torch.zeros(1, dtype=torch.int64))
+    before, m, v = reference.dequantize(qdata, scale, *MXFP4_SPEC.args, torch.float32), *torch.zeros(2, 6, 64)
+    for at_random in (True, False):
+        codes, moments = [qdata.clone(), scale.clone()], [m.clone(), v.clone()]
+        ops.adamw(*codes, *moments, grad, numbers, key, *MXFP4_SPEC.args, [1, 32], [0, 0], at_random)
+        expected = before * 0.99 - grad * 0.1 / ((grad * grad * 0.01).double().sqrt().float() * 3.0 + 1e-8) * 0.05
+        wanted = [qdata.clone(), scale.clone()]
+        if at_random:
+            reference.quantize_at_random(*wanted, expected, key, *MXFP4_SPEC.args, (0, 0))
+        else:
+            reference.quantize_into(*wanted, expected, *MXFP4_SPEC.args)
+        assert_bitwise_equal(codes, wanted)
+        assert not torch.equal(codes[0], qdata)
+    with pytest.raises(ValueError, match="quantize_at_random takes codes of several a byte; got e4m3 1x32"):
+        ops.quantize_at_random(*reference.quantize(weight, *BLOCKS.args), weight, key, *BLOCKS.args, [0, 0])
+
+
+OPTIMIZERS = {
+    "ours": lambda params: tritonfp8.optim.AdamW(params, 2e-3, weight_decay=0.0),
+    "ours, moments in 8 bits": lambda params: tritonfp8.optim.AdamW(params, 2e-3, weight_decay=0.0, moments="fp8"),
+    "to nearest": lambda params: tritonfp8.optim.AdamW(params, 2e-3, weight_decay=0.0, rounding="nearest"),
+    "torch's SGD": lambda params: torch.optim.SGD(params, 0.02),
+    "torch's AdamW": lambda params: torch.optim.AdamW(params, 2e-3, weight_decay=0.0),
+}
+
+
+def trained_losses(optimizer, steps=150):
+    """The first and the last losses of two layers that are codes of MXFP4, and the codes that changed."""
+    torch.manual_seed(0)
+    model, teacher = (nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2))
+    tritonfp8.convert(model, "mxfp4_weights", weight_storage="quantized")
+    assert {type(layer.weight) for layer in model if hasattr(layer, "weight")} == {StoredWeight}
+    stepper, before, losses = OPTIMIZERS[optimizer](model.parameters()), [x.clone() for x in codes_of(model)], []
+    # Biases would learn, too.
+    for layer in (model[0], model[2]):
+        layer.bias.requires_grad_(False)
+    for _ in range(steps):
+        x = torch.randn(256, 32)
+        loss = (model(x) - teacher(x).detach()).square().mean()
+        stepper.zero_grad()
+        loss.backward()
+        stepper.step()
+        losses.append(loss.item())
+    is_same = [torch.equal(x, y) for x, y in zip(before, codes_of(model), strict=True)]
+    return sum(losses[:10]) / 10, sum(losses[-10:]) / 10, is_same
+
+
+@pytest.mark.filterwarnings("ignore:.*writes to weights that are stored in 8 bits")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_lowers_the_loss_by_rounding_at_random(optimizer):
+    first, last, is_same = trained_losses(optimizer)
+    if optimizer == "to nearest":
+        # A step is less than half a code. Only the largest of a block may move, where its scale becomes smaller.
+        assert last > 0.99 * first
+        return
+    assert not any(is_same)
+    assert last < 0.7 * first
+
+
+def test_masters_are_rounded_to_nearest():
     model = stored(LINEARS, MXFP4, torch.float32)
     model[0].weight.requires_grad_()
-    (before, _) = (x.clone() for x in codes_of(model))
-    model(*LINEARS.inputs(torch.float32)).sum().backward()
-    assert model[0].weight.grad.shape == model[0].weight.shape
-    with pytest.raises(NotImplementedError, match="stored as e2m1 1x32.*takes no step.*adapters"):
-        optimizer([model[0].weight]).step()
-    assert_bitwise_equal(codes_of(model)[0], before)
+    before = model[0].weight.dequantize().detach()
+    model(*LINEARS.inputs(torch.float32)).square().sum().backward()
+    optimizer = tritonfp8.optim.with_masters(torch.optim.SGD)([model[0].weight], 0.1)
+    expected = before - 0.1 * model[0].weight.grad
+    optimizer.step()
+    assert_bitwise_equal(list(model[0].weight._both()), list(reference.quantize(expected, *MXFP4_SPEC.args)))
 
 
 @each_kind
-def test_writes_replace_all_values_or_are_refused(kind):
-    weight = weights_of(stored(kind, MXFP4))[0].requires_grad_()
+def test_writes_to_frozen_weights_replace_all_values_or_are_refused(kind):
+    weight = weights_of(stored(kind, MXFP4).requires_grad_(False))[0]
     before = weight.dequantize().detach()
     with torch.no_grad():
-        for write in (lambda: weight.mul_(0.5), lambda: weight.lerp_(before, 0.5), lambda: weight.view(-1)[:3].add_(1)):
+        for write in (lambda: weight.mul_(0.5), lambda: weight.lerp_(before, 0.5)):
             with pytest.raises(NotImplementedError, match=r"does not work on a weight that is stored.*dequantize\(\)"):
                 write()
             assert torch.equal(weight.dequantize(), before)
+        weight.requires_grad_().mul_(0.5)
+        # A power of two of values on the grid is on the grid.
+        assert torch.equal(weight.dequantize(), before * 0.5)
+        weight.add_(1e-3)
+        moved = (weight.dequantize() != before * 0.5).sum()
+        assert 0 < moved < weight.numel() / 4
         weight.view(-1)[:32] = 3.0
         assert torch.equal(weight.dequantize().view(-1)[:32], torch.full((32,), 3.0, dtype=before.dtype))
         weight.fill_(0.5)

@@ -19,7 +19,6 @@ from tritonfp8 import ops
 from tritonfp8.compat import torch_private
 from tritonfp8.layers import refuse_codes
 from tritonfp8.layers.stored.base import CodesTensor, decomposed
-from tritonfp8.specs.formats import BYTE_FORMATS
 
 aten = torch.ops.aten
 OVERWRITES = {
@@ -185,23 +184,10 @@ def _state(optimizer: Any, param: Tensor) -> Any:
     return optimizer.state.get(param, {})
 
 
-def _is_packed(x: Any) -> bool:
-    """Whether codes have fewer than 8 bits. What FSDP2 gathered has codes of several specs, all of 8."""
-    spec = getattr(_base(x), "spec", None)
-    return spec is not None and spec.format not in BYTE_FORMATS
-
-
 def _refuse_step(optimizer: Any, param: Tensor, part: Any) -> None:
     package = _FOREIGN.get(type(optimizer).__module__.partition(".")[0])
     if not (param.requires_grad or param.grad is not None):
         return
-    if _is_packed(part):
-        _counts.is_stepping = False
-        raise NotImplementedError(
-            f"a weight that is stored as {_base(part).spec} takes no step, which would change few of its codes: freeze "
-            "it and train adapters, or train weights in high precision: tritonfp8.revert(model) gives the layers these "
-            "again"
-        )
     if package is not None:
         _counts.is_stepping = False
         raise TypeError(
@@ -293,9 +279,7 @@ def _check(func: Any, targets: Sequence[Any], leaves: Sequence[Any]) -> None:
         raise first._refusal(str(func))
     for x in targets:
         refuse_merging(_base(x))
-        # Codes of fewer than 8 bits have no step that rounds a change at random.
-        is_changed = _is_packed(x) and func not in OVERWRITES
-        if is_changed or not (hasattr(x, "_step") or x.is_part or _is_trained(x)):
+        if not (hasattr(x, "_step") or x.is_part or _is_trained(x)):
             raise x._refusal(str(func))
     for weight in map(_base, targets):
         if weight.is_part and id(weight) not in _owners:

@@ -119,22 +119,15 @@ def check_storable(
         raise ValueError(f"weights cannot be stored in 8 bits. {'; '.join(reasons(unfit, limit=3))}")
 
 
-def check_trainable(layers: Mapping[str, nn.Module], recipes: Mapping[str, Recipe]) -> None:
-    """Check that the weights of these layers that require a gradient can be trained in 8 bits.
+def check_trainable(layers: Mapping[str, nn.Module]) -> None:
+    """Check that the weights of these layers that require a gradient can be trained as codes.
 
     Raises:
-        ValueError: one is not float32, or its recipe stores it in fewer bits; names the layer and what to do.
+        ValueError: one is not float32; names the layer and what to do.
     """
     for name, layer in layers.items():
         weights = [layer._parameters[key] for key in names_of_weights(layer)]
         trained = [weight for weight in weights if weight is not None and weight.requires_grad]
-        if trained and not _is_in_bytes(recipes[name]):
-            raise ValueError(
-                f"the weight of {name} requires a gradient, and stored as {recipes[name].storage} it takes no step of "
-                f"an optimizer. Recipe {recipes[name].name!r} trains weights in high precision: leave out "
-                "weight_storage, and store them afterwards by mode='inference'. Frozen weights can be stored: "
-                "requires_grad_(False)"
-            )
         if trained and trained[0].dtype != torch.float32:
             raise ValueError(
                 f"the weight of {name} requires a gradient and is {trained[0].dtype}. A weight that is trained in 8 "

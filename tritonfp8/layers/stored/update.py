@@ -16,6 +16,7 @@ from tritonfp8.layers.stored.rows import StoredRows
 from tritonfp8.layers.stored.sharding import stored_part
 from tritonfp8.layers.stored.weight import StoredWeight
 from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.formats import BYTE_FORMATS, SCALE_FORMATS
 
 
 class StoredPart(NamedTuple):
@@ -36,6 +37,11 @@ class StoredPart(NamedTuple):
     spec: QuantSpec
     scale_block: tuple[int, int]
     place: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the elements."""
+        return self.spec.shape_of(self.qdata.shape)
 
     def changed(self) -> None:
         """Have torch count a write, as it does for the weight of any other optimizer."""
@@ -122,10 +128,13 @@ def _keys(part: StoredPart, place: int) -> Tensor:
 
 def _write(weights: Sequence[Tensor], values: Sequence[Tensor], at_random: bool) -> None:
     jobs, owners = [], []
-    for weight, x in zip(weights, values, strict=True):
+    for i, (weight, x) in enumerate(zip(weights, values, strict=True)):
         whole = part_to_update(weight)
         assert whole is not None
         for part, of_part in _matrices(whole, x):
+            if part.spec.format not in BYTE_FORMATS:
+                _write_packed(part, of_part.float().contiguous(), _keys(part, i) if at_random else None)
+                continue
             jobs.append((part, _as_step(part, of_part)))
             owners.append(weight)
 
@@ -142,6 +151,16 @@ def _write(weights: Sequence[Tensor], values: Sequence[Tensor], at_random: bool)
                 # The step subtracts, and nothing minus a zero is a positive zero.
                 part.qdata.view(torch.uint8)[is_negative_zero] |= 0x80
         part.changed()
+
+
+def _write_packed(part: StoredPart, x: Tensor, keys: Tensor | None) -> None:
+    """Store values as codes of several a byte, whose blocks no other rank has a part of; to nearest without keys."""
+    scale = part.scale.view(SCALE_FORMATS[part.spec.scale_format].dtype)
+    if keys is None:
+        ops.quantize_into(part.qdata, scale, x, *part.spec.args)
+    elif x.numel():
+        ops.quantize_at_random(part.qdata, scale, x, keys, *part.spec.args, list(part.place))
+    part.changed()
 
 
 def _matrices(part: StoredPart, x: Tensor) -> Iterator[tuple[StoredPart, Tensor]]:
