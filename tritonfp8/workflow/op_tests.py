@@ -262,3 +262,5 @@ def _steps() -> Iterator[OpCall]:
         head, layout = (qdata, scale, *moments, grad, numbers), (*spec.args, list(spec.block), place)
         yield OpCall("adamw_amax", (*head, *layout, *scales))
         yield OpCall("adamw", (*head, keys, *layout, True, *scales))
+    packed = reference.quantize(torch.zeros(40, 64), *MXFP4.args)
+    yield OpCall("quantize_at_random", (*packed, _normal(40, 64, dtype=torch.float32), keys, *MXFP4.args, [70, 0]))
