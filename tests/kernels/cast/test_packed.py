@@ -30,11 +30,11 @@ def check_values(codes, text):
 
 def check_rows(codes, text):
     """Codes with a scale a row, and what is measured of them, which is returned: how many values are rounded."""
-    for launch, expected in (
+    for launched, expected in (
         (casts.expand_codes, reference.expand_codes),
         (casts.measure_rows, reference.measure_rows),
     ):
-        found = launch(*codes, text)
+        found = launched(*codes, text)
         assert_bitwise_equal(list(found), list(expected(*codes, text)))
     return found[1]
 
