@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tritonfp8
@@ -140,6 +140,12 @@ class LayerSettings(compare.Settings):
         return make
 
 
+@functools.cache
+def mesh_of_experts(device_type: str, ranks: int) -> DeviceMesh:
+    """A mesh with experts over all ranks. It is made once, because each new mesh would add process groups."""
+    return init_device_mesh(device_type, (1, ranks), mesh_dim_names=("dp", "ep"))
+
+
 def split(model: nn.Module, contestant: Contestant) -> None:
     """Convert the linear layers and experts, not routers and head, and give each rank its part of the experts.
 
@@ -149,8 +155,7 @@ def split(model: nn.Module, contestant: Contestant) -> None:
     if recipe != BASELINE:
         recipe = recipes.get(recipe, transposed_from=contestant.transposed_from)
     tritonfp8.convert(model, recipe)
-    device_type = next(model.parameters()).device.type
-    mesh = init_device_mesh(device_type, (1, torch.distributed.get_world_size()), mesh_dim_names=("dp", "ep"))
+    mesh = mesh_of_experts(next(model.parameters()).device.type, torch.distributed.get_world_size())
     for name in shard_experts(model, mesh["ep"], contestant.payload):
         fully_shard(model.get_submodule(name), mesh=mesh["dp"], mp_policy=models.POLICY, reshard_after_forward=True)
 
