@@ -118,7 +118,7 @@ class LayerSettings(compare.Settings):
         ]
 
     def peak_lr(self) -> float:
-        """``lr``, or that of other models that have no preset. Raises ValueError for an unknown model."""
+        """``lr``, or the rate of other models, which have no preset. Raises ValueError for an unknown model."""
         require("model", self.model, tuple(LAYERS))
         return presets.CONFIG_FILE_LR if self.lr is None else self.lr
 
@@ -218,7 +218,7 @@ def failures(rows: list[compare.Row]) -> list[str]:
 
 
 def _stuck(unchanged: list[list[str]]) -> list[str]:
-    """Parameters that did not change on any rank, and those of experts that did not change on some rank.
+    """Parameters that did not change on any rank, and parameters of experts that did not change on some rank.
 
     Text never has some tokens, so that a rank's rows of the embedding may get no gradient. Every rank has experts.
     """
