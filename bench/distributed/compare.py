@@ -25,11 +25,13 @@ from bench.distributed.models import (
     Contestant,
     Meshes,
     attend_causally,
+    clip_gradients,
     fsdp_contestants,
     spread,
     tp_contestants,
 )
 from bench.distributed.ranks import AllFailedError, Ranks
+from bench.models import sums_of
 from tritonfp8 import recipes
 from tritonfp8.distributed import count_collective_bytes
 from tritonfp8.layers.stored import stored_part
@@ -62,6 +64,7 @@ class Settings:
         seed: seed of the weights and of the choice of text.
         data: file or folder of text, or None for the standard library's sources.
         ways: of tensor parallelism: names of :data:`WAYS`.
+        find_unchanged: whether rows name what no step changed on each rank; weight decay, which changes all, is off.
     """
 
     model: str
@@ -80,9 +83,10 @@ class Settings:
     rounds: int = 1
     moments: tuple[str, ...] = ()
     ways: tuple[str, ...] = tuple(WAYS)
+    find_unchanged: bool = False
 
     def __post_init__(self) -> None:
-        default_lr(self.model)
+        self.peak_lr()
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be positive and finite; got {self.lr}")
         if self.losses and self.rounds != 1:
@@ -105,6 +109,16 @@ class Settings:
             return tp_contestants(self.recipes, self.losses, self.ways)
         return fsdp_contestants(self.recipes, self.peers, self.losses, self.moments)
 
+    def peak_lr(self) -> float:
+        """``lr``, or the learning rate of the model. Raises ValueError for an unknown model."""
+        own = default_lr(self.model)
+        return own if self.lr is None else self.lr
+
+    def maker(self, device: torch.device) -> Callable[[], nn.Module]:
+        """A function that makes the model on ``device``, with the same initial float32 weights in every call."""
+        model = build_model(self.model, self.seq_len, self.seed)
+        return lambda: copy.deepcopy(model).to(device)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -113,14 +127,14 @@ class Job:
     Attributes:
         settings: the settings.
         device: the device of this rank.
-        model: the model with its initial weights, float32, on the CPU.
+        make_model: makes the model with its initial weights, float32, on the device.
         batches: the whole batch of each step, uint8 ``[dp * batch_size, seq_len + 1]``, and of one more step.
         meshes: the device meshes.
     """
 
     settings: Settings
     device: torch.device
-    model: nn.Module
+    make_model: Callable[[], nn.Module]
     batches: tuple[torch.Tensor, ...]
     meshes: Meshes
 
@@ -134,10 +148,8 @@ class Job:
         text = corpus.load(settings.data)
         sizes = {"batch_size": settings.dp * settings.batch_size, "seq_len": settings.seq_len, "seed": settings.seed}
         batches = tuple(b.to(device) for b in corpus.batches(text, steps=settings.steps + 1, **sizes))
-        model = build_model(settings.model, settings.seq_len, settings.seed)
-        attend_causally(model)
-        alone = settings.losses and settings.tp > 1
-        return cls(settings, device, model, batches, Meshes.make(device.type, settings.dp, settings.tp, alone))
+        meshes = Meshes.make(device.type, settings.dp, settings.tp, settings.losses and settings.tp > 1)
+        return cls(settings, device, settings.maker(device), batches, meshes)
 
 
 def _on_this_rank(x: torch.Tensor) -> torch.Tensor:
@@ -149,7 +161,8 @@ class Training:
 
     def __init__(self, job: Job, contestant: Contestant) -> None:
         settings = job.settings
-        self.model = copy.deepcopy(job.model).to(job.device).train()
+        self.model = job.make_model().train()
+        attend_causally(self.model)
         contestant.convert(self.model)
         spread(self.model, contestant, job.meshes, settings.compile)
         self.positions = torch.arange(settings.seq_len, device=job.device)[None]
@@ -157,12 +170,12 @@ class Training:
         first = 0 if contestant.alone else job.meshes.dp.get_local_rank() * settings.batch_size
         self.part = slice(first, None if contestant.alone else first + settings.batch_size)
         parameters = list(self.model.parameters())
+        decay = 0.0 if settings.find_unchanged else 0.1
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        lr = default_lr(settings.model) if settings.lr is None else settings.lr
-        options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "fused": True}
+        options: dict[str, Any] = {"lr": settings.peak_lr(), "betas": (0.9, 0.95), "fused": True}
         self.optimizer = (
             torch.optim.AdamW(groups, **options)
             if contestant.moments is None
@@ -188,7 +201,7 @@ class Training:
         logits = self.model(input_ids=batch[:, :-1], position_ids=self.positions, use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        clip_gradients(self.model, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
@@ -207,6 +220,7 @@ class Measured:
         peak_bytes: peak of allocated bytes, or None on a CPU.
         bytes, calls: collectives of one step, by kind (:class:`~tritonfp8.distributed.count_collective_bytes`).
         linear_bytes: bytes of weights and optimizer state of the linear layers on this rank, and their elements.
+        sums, unchanged: sums of parameters before the first step, and names of parameters that no step changed here.
         reason: why it was not measured, or not completely.
         training: the running model, or None before the start and after the end.
     """
@@ -218,12 +232,16 @@ class Measured:
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     linear_bytes: tuple[int, int] = (0, 0)
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    unchanged: list[str] = field(default_factory=list)
     reason: str | None = None
     training: Training | None = None
 
     def start(self, job: Job) -> None:
         """Build the model, and run the untimed steps."""
         self.training = Training(job, self.contestant)
+        if job.settings.find_unchanged:
+            self.sums = sums_of(self.training.model)
         self.run(job, untimed_steps(job.settings))
 
     def run(self, job: Job, count: int) -> None:
@@ -250,6 +268,8 @@ class Measured:
         with count_collective_bytes() as traffic:
             self.training.step(job.batches[job.settings.steps])
         self.bytes, self.calls = dict(traffic.bytes), dict(traffic.calls)
+        after = sums_of(self.training.model) if self.sums else {}
+        self.unchanged = [name for name, sums in self.sums.items() if sums == after[name]]
 
 
 def untimed_steps(settings: Settings) -> int:
@@ -358,9 +378,9 @@ def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
     timed = seconds[untimed_steps(settings) :]
     own = (
         statistics.median(timed) if timed else None, entry.peak_bytes, entry.bytes, entry.calls, entry.losses,
-        entry.linear_bytes,
+        entry.linear_bytes, entry.unchanged,
     )  # fmt: skip
-    medians, peaks, traffic, calls, losses, kept = zip(*ranks.exchange(own), strict=True)
+    medians, peaks, traffic, calls, losses, kept, unchanged = zip(*ranks.exchange(own), strict=True)
     contestant = entry.contestant
     found: Row = {
         "contender": contestant.name,
@@ -375,6 +395,8 @@ def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
     }
     if elements := kept[0][1]:
         found["bytes_a_linear_parameter"] = rounded(sum(size for size, _ in kept) / elements)
+    if settings.find_unchanged:
+        found["unchanged"] = list(unchanged)
     if found["seconds"] is not None:
         tokens = settings.dp * settings.batch_size * settings.seq_len
         found["tokens_per_second"] = rounded(tokens / found["seconds"])

@@ -1,14 +1,22 @@
 """Experts over ranks, forward and backward: time, peak memory and bytes of the all-to-alls, by what travels.
 
     torchrun --nproc-per-node 2 -m bench.distributed.experts --shape deepseek-v3
+    torchrun --nproc-per-node 2 -m bench.distributed.experts --layers 8
 
-Each rank has its own tokens, as many as the shape says, and its part of the experts.
+Each rank has its own tokens, as many as the shape says, and its part of the experts. ``--layers`` trains whole decoder
+layers with embedding and head instead: FSDP2 shards what is no expert over the same ranks, AdamW updates float32
+parameters, and each rank has ``--batch-size`` x ``--seq-len`` tokens of text. A loss that is not finite and a parameter
+that no step changed are failures.
 """
 
+import functools
+import math
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,18 +24,38 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import tritonfp8
+from bench import tables
 from bench.contest.machine import results_folder, write_results
-from bench.distributed.ranks import joined
+from bench.distributed import compare, models
+from bench.distributed.bars import mean_losses
+from bench.distributed.ranks import AllFailedError, RankError, Ranks, joined
 from bench.models import mixture, training_step
 from bench.shapes import SHAPES, Shape
 from tritonfp8 import recipes
 from tritonfp8.distributed import count_collective_bytes, shard_experts
+from tritonfp8.specs.checks import require
+from tritonfp8.training import models as presets
 from tritonfp8.training import timers
 
 BASELINE = "bf16"
 WARM_UP = 3
+# Fields of a Qwen3MoeConfig.
+LAYERS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-30b-a3b": {
+        "vocab_size": 151936, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    },
+    "tiny": {
+        "vocab_size": 256, "hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 48, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 160,
+    },
+}  # fmt: skip
+KINDS = ("all_to_all", "all_gather", "reduce_scatter")
 
 
 class Contestant(NamedTuple):
@@ -67,6 +95,69 @@ def step_of(contestant: Contestant, shape: Shape, device: torch.device) -> Calla
     tokens, hidden = shape.size[0], shape.size[3]
     x, grad = (torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2))
     return training_step(layer, layer, x.requires_grad_(), grad)
+
+
+@dataclass(frozen=True)
+class LayerSettings(compare.Settings):
+    """Settings of a comparison of whole decoder layers with experts over all ranks.
+
+    Attributes:
+        model: a name of :data:`LAYERS`.
+        layers: number of decoder layers.
+    """
+
+    layers: int = 1
+
+    def contestants(self) -> list[models.Contestant]:
+        """As :func:`contestants`, bf16 first."""
+        return [
+            models.Contestant(
+                each.name, functools.partial(split, contestant=each), own=each.recipe != BASELINE, varying=True
+            )
+            for each in contestants(self.recipes)
+        ]
+
+    def peak_lr(self) -> float:
+        """``lr``, or the rate of other models, which have no preset. Raises ValueError for an unknown model."""
+        require("model", self.model, tuple(LAYERS))
+        return presets.CONFIG_FILE_LR if self.lr is None else self.lr
+
+    def maker(self, device: torch.device) -> Callable[[], nn.Module]:
+        """Make the model where it is used: initial weights of billions of parameters take a CPU minutes."""
+        import transformers
+
+        config = transformers.Qwen3MoeConfig(
+            **LAYERS[self.model], num_hidden_layers=self.layers, norm_topk_prob=True, tie_word_embeddings=False,
+            max_position_embeddings=max(self.seq_len, presets.MAX_SEQ_LEN),
+        )  # fmt: skip
+
+        def make() -> nn.Module:
+            torch.manual_seed(self.seed)
+            with torch.device(device):
+                model: nn.Module = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32)
+            return model
+
+        return make
+
+
+@functools.cache
+def mesh_of_experts(device_type: str, ranks: int) -> DeviceMesh:
+    """A mesh with experts over all ranks. It is made once, because each new mesh would add process groups."""
+    return init_device_mesh(device_type, (1, ranks), mesh_dim_names=("dp", "ep"))
+
+
+def split(model: nn.Module, contestant: Contestant) -> None:
+    """Convert the linear layers and experts, not routers and head, and give each rank its part of the experts.
+
+    FSDP2 over one rank communicates nothing. It casts the weights of experts to bf16 as it casts all others.
+    """
+    recipe: Any = contestant.recipe
+    if recipe != BASELINE:
+        recipe = recipes.get(recipe, transposed_from=contestant.transposed_from)
+    tritonfp8.convert(model, recipe)
+    mesh = mesh_of_experts(next(model.parameters()).device.type, torch.distributed.get_world_size())
+    for name in shard_experts(model, mesh["ep"], contestant.payload):
+        fully_shard(model.get_submodule(name), mesh=mesh["dp"], mp_policy=models.POLICY, reshard_after_forward=True)
 
 
 def seconds(step: Callable[[], Any], device: torch.device, steps: int) -> list[float]:
@@ -112,23 +203,120 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
     Console(width=120).print(table)
 
 
+def failures(rows: list[compare.Row]) -> list[str]:
+    """Why rows of whole layers are no results, one text each."""
+    found = []
+    for row in rows:
+        if "reason" in row:
+            found.append(f"{row['contender']}: {row['reason']}")
+            continue
+        if not all(math.isfinite(float(loss)) for losses in row["losses"] for loss in losses):
+            found.append(f"{row['contender']}: losses that are not finite")
+        if stuck := _stuck(row["unchanged"]):
+            found.append(f"{row['contender']}: no step changed {', '.join(stuck)}")
+    return found
+
+
+def _stuck(unchanged: list[list[str]]) -> list[str]:
+    """Parameters that did not change on any rank, and parameters of experts that did not change on some rank.
+
+    Text never has some tokens, so that a rank's rows of the embedding may get no gradient. Every rank has experts.
+    """
+    everywhere = set(unchanged[0]).intersection(*unchanged)
+    return sorted(name for name in set().union(*unchanged) if name in everywhere or ".experts." in name)
+
+
+def show_layers(rows: list[compare.Row], title: str) -> None:
+    """Print the table of whole layers."""
+    table = Table(title=title)
+    for column in ("contestant", "step", "over bf16", "tokens/s a rank", "peak memory", *KINDS, "first loss", "last"):
+        table.add_column(column.replace("_", "-"))
+    base = rows[0]["seconds"]
+    for row in rows:
+        losses, peak = mean_losses(row), row["peak_bytes"]
+        timed = row["seconds"] is not None
+        table.add_row(
+            row["contender"],
+            tables.seconds_text(row["seconds"]) if timed else "",
+            f"{base / row['seconds']:.3f} x" if timed and base else "",
+            f"{row['tokens_per_second_a_rank']:,.0f}" if timed else "",
+            "" if peak is None else f"{peak / 2**30:.4g} GiB",
+            *(f"{row['bytes'][kind] / 1e6:.5g} MB" if kind in row["bytes"] else "" for kind in KINDS),
+            *(f"{losses[at]:.6f}" if losses else "" for at in (0, -1)),
+        )
+    Console(width=180).print(table)
+
+
+def measure_layers(
+    settings: LayerSettings, ranks: Ranks, device: torch.device, path: Path
+) -> tuple[list[compare.Row], list[str]]:
+    """Rows of whole layers, which rank 0 writes to ``path`` after each contestant, and :func:`failures` of them."""
+
+    def note(order: str, rows: list[compare.Row]) -> None:
+        for row in rows:
+            if row["seconds"] is not None:
+                row["tokens_per_second_a_rank"] = row["tokens_per_second"] / ranks.size
+        if ranks.rank == 0:
+            data = {"ranks": ranks.size, "settings": vars(settings), "order": order, "failures": failures(rows)}
+            write_results(path, {**data, "rows": rows})
+
+    _, rows = compare.compare(settings, ranks, device, note)
+    return rows, failures(rows)
+
+
+def train_layers(settings: LayerSettings, device: torch.device, path: Path) -> None:
+    """Compare whole layers on the ranks that torchrun started; exits with 1 if there is a failure."""
+    try:
+        with joined(device) as ranks:
+            rows, failed = measure_layers(settings, ranks, device, path)
+            if ranks.rank == 0:
+                show_layers(rows, f"{settings.layers} layers of {settings.model}, experts over {ranks.size} ranks")
+    except (AllFailedError, RankError) as error:
+        print(f"the run ends here: {error}", file=sys.stderr, flush=True)
+        # A normal exit waits for collectives that the other ranks will not join.
+        os._exit(1)
+    if failed:
+        if ranks.rank == 0:
+            print("\n".join(failed), file=sys.stderr, flush=True)
+        raise typer.Exit(1)
+
+
 def main(
     shape: Annotated[str, typer.Option(help="A set of shapes of experts.")] = "deepseek-v3",
     names: Annotated[str, typer.Option("--recipes", help="Separated by commas.")] = "rowwise,blockwise",
-    steps: Annotated[int, typer.Option(help="Timed steps.", min=1)] = 20,
+    steps: Annotated[int, typer.Option(help="Timed steps; of whole layers all steps.", min=1)] = 20,
+    layers: Annotated[int, typer.Option(help="Train so many whole decoder layers instead.", min=0)] = 0,
+    model: Annotated[str, typer.Option(help=f"Sizes of the layers: {', '.join(LAYERS)}.")] = "qwen3-30b-a3b",
+    batch_size: Annotated[int, typer.Option(help="Sequences a step and rank, of whole layers.", min=1)] = 2,
+    seq_len: Annotated[int, typer.Option(help="Tokens (bytes of text) a sequence, of whole layers.", min=1)] = 4096,
+    compile: Annotated[bool, typer.Option(help="Compile each whole layer.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Text. [default: Python's standard library]")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for experts-over-ranks-SHAPE.json.")] = None,
 ) -> None:
     """Compare what travels, on the ranks that torchrun started."""
-    (chosen,) = (each for each in SHAPES["experts"] if each.set == shape)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    folder = out or results_folder()
+    if layers:
+        try:
+            settings = LayerSettings(
+                model, tuple(names.split(",")), steps, batch_size, seq_len, int(os.environ["WORLD_SIZE"]),
+                compile=compile, peers=False, data=None if data is None else str(data), find_unchanged=True,
+                layers=layers,
+            )  # fmt: skip
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        compiled = "-compiled" if compile else ""
+        train_layers(settings, device, folder / f"experts-over-ranks-{model}-{layers}-layers{compiled}.json")
+        return
+    (chosen,) = (each for each in SHAPES["experts"] if each.set == shape)
     with joined(device) as ranks:
         rows = [measure(each, chosen, device, steps) for each in contestants(tuple(names.split(",")))]
         for row in rows:
             # The slowest rank counts.
             row["seconds"] = max(each for each in ranks.exchange(row["seconds"]))
         if ranks.rank == 0:
-            path = (out or results_folder()) / f"experts-over-ranks-{shape}.json"
+            path = folder / f"experts-over-ranks-{shape}.json"
             write_results(path, {"ranks": ranks.size, "size": chosen.size, "rows": rows})
             show(rows, f"{shape}, experts over {ranks.size} ranks")
 

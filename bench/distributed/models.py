@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -84,6 +84,7 @@ class Contestant:
         alone: whether each rank trains on the whole batch by itself.
         moments: how ``tritonfp8.optim.AdamW`` stores the moments of weights that are stored in 8 bits; None is torch's
             AdamW.
+        varying: whether a compiled layer has other sizes in each step: experts over ranks get other numbers of rows.
         obstacle: why it cannot take part, or None.
         reduce_dtype: the dtype in which gradients are reduced.
         codes: whether gradients are sent in 8 bits.
@@ -98,6 +99,7 @@ class Contestant:
     dtensors: bool = False
     alone: bool = False
     moments: str | None = None
+    varying: bool = False
     obstacle: str | None = None
     reduce_dtype: torch.dtype = torch.float32
     codes: bool = False
@@ -260,6 +262,24 @@ def attend_causally(model: nn.Module) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
+def clip_gradients(model: nn.Module, limit: float) -> None:
+    """Scale the gradients in place so that their norm over all ranks is at most ``limit``.
+
+    torch's ``clip_grad_norm_`` takes the gradients of one mesh only; experts over ranks have a mesh of their own.
+    """
+    meshes: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    if len(meshes) <= 1:
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        return
+    norms = [nn.utils.get_total_norm([p.grad for p in each if p.grad is not None]) for each in meshes.values()]
+    total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+    for each in meshes.values():
+        nn.utils.clip_grads_with_norm_(each, limit, total)
+
+
 def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bool) -> None:
     """Shard a converted Llama in place: tensor parallelism, compiled decoder layers, FSDP2 on each and on the root."""
     if contestant.styles is not None:
@@ -270,7 +290,8 @@ def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bo
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=contestant.reduce_dtype)
     for name, layer in list(model.model.layers.named_children()):
         if compile:
-            layer = compiled(layer, model.device.type)
+            # With None, sizes that change are symbols from their second value on.
+            layer = compiled(layer, model.device.type, None if contestant.varying else False)
             model.model.layers.register_module(name, layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -278,10 +299,10 @@ def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bo
         enable_float8_reduce_scatter(model)
 
 
-def compiled(layer: nn.Module, device_type: str) -> nn.Module:
+def compiled(layer: nn.Module, device_type: str, dynamic: bool | None = False) -> nn.Module:
     """A compiled decoder layer. On a CPU it is only traced, which needs no compiler."""
     torch._dynamo.config.recompile_limit = COMPILED_VERSIONS
-    return torch.compile(layer, backend="inductor" if device_type == "cuda" else "aot_eager", dynamic=False)
+    return torch.compile(layer, backend="inductor" if device_type == "cuda" else "aot_eager", dynamic=dynamic)
 
 
 def llama_plan(layers: int, styles: Styles, dtensors: bool) -> dict[str, Any]:
