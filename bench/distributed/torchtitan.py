@@ -11,6 +11,9 @@ or tensor parallelism of the other layers, are then compared with two and one th
 
 The rows ``noise`` are a control: one process, whose first weights differ by 1e-7 of their values. Sums in another
 order differ as little. Losses that such noise moves beyond 1e-3 say nothing about tensor parallelism.
+
+With ``--model 8b`` (or ``70b``, ``30b-a3b``) torchtitan's own Trainer trains the whole model, or so many of its layers,
+for its tokens a second, MFU, memory, bytes of collectives and losses, by contender and layout.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ import sys
 import tempfile
 import types
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,9 +41,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from bench.contest.machine import write_results
+from bench.contest.machine import results_folder, write_results
 from bench.distributed.compare import make_deterministic
 from bench.distributed.run import QUANTIZED
+from bench.distributed.titan_trainer import MODELS, Whole, use_torch_attention
+from bench.distributed.titan_trainer import serve as serve_whole
 from bench.models import with_head
 
 # By which losses of two processes may differ from losses of one, losses of the two gathers, and the control's losses.
@@ -48,6 +55,14 @@ LIMITS = {"tp": 1e-3, "gather": 0.0, "ep": 2e-2, "tp x ep": 2e-2, "noise": math.
 NOISE = 1e-7
 BATCH, LENGTH, STEPS, RATE = 4, 256, 10, 1e-3
 PLAIN = "bf16"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "none": {"checkpointing": "none"},
+    "full": {"checkpointing": "full"},
+    "tp": {"tp": 2},
+    "ep": {"ep": 2},
+    "wide": {"gather": False},
+}
 
 
 @dataclass(frozen=True)
@@ -78,18 +93,20 @@ class Program:
 
 
 def _supply_missing(device: str) -> None:
-    """torchtitan 0.3 imports a name that torch 2.11 lacks, for a mode not used here, and takes CUDA without a GPU."""
+    """torchtitan 0.3 uses names that torch 2.11 lacks, in modes not used here, and takes CUDA without a GPU."""
     import torch.distributed.fsdp
 
     if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
         torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})  # type: ignore[misc]
+    if not hasattr(dist, "set_timeout"):
+        # It shortens the time after which a rank that waits gives up.
+        dist.set_timeout = lambda *_, **__: None  # type: ignore[attr-defined]
     if device == "cpu":
         torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
 
 
 def _config(program: Program) -> Any:
     from torchtitan.config import ParallelismConfig, TrainingConfig
-    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
     from torchtitan.models.qwen3 import model_registry
     from torchtitan.trainer import Trainer
 
@@ -98,9 +115,7 @@ def _config(program: Program) -> Any:
     dense = None if program.experts else lambda module, name: isinstance(module, nn.Linear) and "router" not in name
     convert = Float8Converter.Config(recipe=with_head(program.recipe), filter=dense, all_gather=program.gather)
     spec = model_registry(program.flavor, converters=[] if program.recipe == PLAIN else [convert])
-    # Flex attention needs a mask, and has no backward on CPUs.
-    for _, _, parent, name in list(spec.model.traverse(FlexAttention.Config)):
-        setattr(parent, name, ScaledDotProductAttention.Config())
+    use_torch_attention(spec)
     return Trainer.Config(
         model_spec=spec,
         parallelism=ParallelismConfig(
@@ -232,7 +247,6 @@ def train(program: Program, device: str) -> dict[str, Any]:
 def serve(programs: list[Program], path: Path, device: str) -> None:
     """Train ``programs`` in this rank; rank 0 writes their results."""
     make_deterministic()
-    _supply_missing(device)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
@@ -254,16 +268,50 @@ def run(programs: list[Program], device: str) -> dict[Program, dict[str, Any]]:
     results: dict[Program, dict[str, Any]] = {}
     for processes in sorted({program.processes for program in programs}):
         chosen = [program for program in programs if program.processes == processes]
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "found.json"
-            request = json.dumps([asdict(program) for program in chosen])
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-            command = [*launcher, "-m", "bench.distributed.torchtitan", "--serve", request, "--out", str(path)]
-            done = subprocess.run([*command, "--device", device], check=False)
-            if done.returncode:
-                raise RuntimeError(f"{processes} processes failed: exit status {done.returncode}")
-            results |= dict(zip(chosen, json.loads(path.read_text()), strict=True))
+        results |= dict(zip(chosen, _launch("programs", chosen, processes, device), strict=True))
     return results
+
+
+def _launch(kind: str, requests: Sequence[Any], processes: int, device: str) -> list[dict[str, Any]]:
+    """What ``processes`` ranks give for each request of a kind.
+
+    Raises:
+        RuntimeError: they failed; their output says why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        request = json.dumps([kind, [asdict(each) for each in requests]])
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [*launcher, "-m", "bench.distributed.torchtitan", "--serve", request, "--out", str(path)]
+        done = subprocess.run([*command, "--device", device], check=False)
+        if done.returncode:
+            raise RuntimeError(f"{processes} processes failed: exit status {done.returncode}")
+        found: list[dict[str, Any]] = json.loads(path.read_text())
+        return found
+
+
+def run_whole(wholes: list[Whole], device: str, warm: int, path: Path) -> bool:
+    """Train whole models one after the other, print a line for each, and write after each; whether all is well.
+
+    Args:
+        wholes: the runs.
+        device: cpu or cuda.
+        warm: so many are compiled at a time before, with one layer and three steps; 0 for none.
+        path: of the data.
+    """
+    if warm:
+        with ThreadPoolExecutor(warm) as pool:
+            short = [replace(each, layers=1, steps=2) for each in wholes]
+            list(pool.map(lambda each: _launch("whole", [each], each.processes, device), short))
+    rows: list[dict[str, Any]] = []
+    for whole in wholes:
+        (found,) = _launch("whole", [whole], whole.processes, device)
+        rows.append({**asdict(whole), **found})
+        write_results(path, {"rows": rows})
+        named = f"{whole.model:<8} {whole.contender:<24} tp {whole.tp} ep {whole.ep} {whole.checkpointing:<9}"
+        speed = f"{found['tokens_per_second']:>8.0f} tokens/s/GPU  MFU {found['mfu']:.1%}  {found['peak_gib']:.1f} GiB"
+        print("BAD" if found["stuck"] else "ok ", named, speed, f"loss {found['losses'][-1]:.4f}", flush=True)
+    return not any(row["stuck"] for row in rows)
 
 
 def judge(first: dict[str, Any], second: dict[str, Any], limit: float) -> dict[str, Any]:
@@ -316,12 +364,34 @@ def main(
     experts: Annotated[bool, typer.Option(help="Convert experts, and compare expert parallelism.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if available]")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for torchtitan.json.")] = None,
+    model: Annotated[str, typer.Option(help=f"A whole model: {', '.join(MODELS)}.")] = "",
+    contenders: Annotated[str, typer.Option(help="Of whole models.")] = "bf16,torchao rowwise,rowwise",
+    layouts: Annotated[str, typer.Option(help=f"Of whole models: {', '.join(LAYOUTS)}.")] = "fsdp",
+    layers: Annotated[int, typer.Option(help="Of whole models; 0 for all.")] = 0,
+    steps: Annotated[int, typer.Option(help="Of whole models.")] = 30,
+    sizes: Annotated[tuple[int, int], typer.Option(help="Sequences and tokens; 0 for torchtitan's.")] = (0, 0),
+    warm: Annotated[int, typer.Option(help="Compile so many whole models at a time before.")] = 0,
     requested: Annotated[str | None, typer.Option("--serve", hidden=True)] = None,
 ) -> None:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if requested is not None:
-        serve([Program(**each) for each in json.loads(requested)], out or Path("found.json"), device)
+        _supply_missing(device)
+        kind, requests = json.loads(requested)
+        served, made = {"programs": (serve, Program), "whole": (serve_whole, Whole)}[kind]
+        served([made(**each) for each in requests], out or Path("found.json"), device)
         return
+    if model:
+        options = {
+            "layers": layers,
+            "steps": steps,
+            "batch": sizes[0],
+            "length": sizes[1],
+            "compiled": device == "cuda",
+        }
+        ways = [LAYOUTS[name] for name in layouts.split(",")]
+        wholes = [Whole(model, each, **{**options, **way}) for way in ways for each in contenders.split(",")]
+        path = (out or results_folder()) / f"torchtitan-{model}.json"
+        sys.exit(not run_whole(wholes, device, warm, path))
     pairs = pairs_of(names.split(","), flavors.split(","), dtypes.split(","), experts)
     if experts and not shards_experts():
         print(

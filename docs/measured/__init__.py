@@ -1,12 +1,12 @@
 """The tables of what was measured, from the data in bench/results, and README's figure."""
 
-from docs.measured import advice, checkpoints, decision, limits, results, rollout, training, transposes
+from docs.measured import advice, checkpoints, decision, limits, results, rollout, torchtitan, training, transposes
 
 TABLES = {
     **decision.TABLES,
     **{
         f"results {name}": make
-        for of in (advice, checkpoints, results, limits, rollout, training, transposes)
+        for of in (advice, checkpoints, results, limits, rollout, torchtitan, training, transposes)
         for name, make in of.TABLES.items()
     },
 }

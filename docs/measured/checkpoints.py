@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,6 +41,17 @@ def costs() -> str:
     for train in ("adapters", "full"):
         what = f'an FP8 checkpoint to a model that trains (`train="{train}"`): time over a copy of its files to the GPU'
         line(what, None, 1.5, load[train] / load["files"])
+    for model, name in {"160m": "a model of 160m", "160m-moe": "16 experts, 160m"}.items():
+        gains = [
+            row["bf16_rounded"] - row[RECIPE]
+            for path in ("rounded.json", "rounded-more.json")
+            for row in data(path)["rows"]
+            if row["model"] == model
+        ]
+        lower = sum(gain > 0 for gain in gains)
+        what = f"{name}, 500 steps: seeds with a lower held-out loss than bf16 whose weights are rounded after"
+        mean = f"{lower} of {len(gains)}; mean {statistics.fmean(gains):+.4f} nats a byte"
+        lines.append((what, "all", mean, "yes" if lower == len(gains) else "**no**"))
     return table(("what", "bar", "measured", "holds"), lines)
 
 

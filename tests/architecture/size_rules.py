@@ -70,7 +70,7 @@ ROOM_LINES = {
     "optim": 490,
     "distributed": 6010,  # codes sent once, the gradient of a scattered output too; weights rounded before
     "workflow": 3510,  # a sampled step in a few figures, for loggers and print; recipes to a file; weights in MXFP4
-    "training": 1460,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
+    "training": 1470,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
     "warmup": 1430,
     "integrations": 1060,  # figures of sampled steps in the logs of two trainers; from_pretrained, also of AutoModel
     "advice": 1935,  # tritonfp8 advise: blocks, steps and layers measured or predicted, and a recommendation

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from bench.models import digest
-from bench.training import schedule, seeds, stored, transposes
+from bench.training import rounded, schedule, seeds, stored, transposes
 
 pytestmark = pytest.mark.one_in(3)
 
@@ -175,3 +175,11 @@ def test_the_program_measures_each_contender(tmp_path):
     rows = json.loads((tmp_path / "transposes.json").read_text())["rows"]
     assert [(row["recipe"], row["from"]) for row in rows] == transposes.contenders("model")
     assert all(row["seconds"] > 0 and len(row["rounds"]) == transposes.ROUNDS for row in rows)
+
+
+def test_bf16_is_compared_after_its_weights_are_rounded_where_the_recipe_rounds(tmp_path):
+    options = {"model": "tiny", "seed": 1, "steps": 3, "batch_size": 2, "seq_len": 16, "data": __file__}
+    row = rounded.train(options, "cpu")
+    assert row["bf16_rounded"] != row["bf16"] != row["mxfp4_weights"]
+    # The linear layers of four blocks: attention and MLP. Embeddings and head stay.
+    assert row["rounded_weights"] == 4 * (4 * 128 * 128 + 3 * 128 * 512)

@@ -125,6 +125,9 @@ class RunObserver:
     def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
         """``step`` steps are done, at this speed since the last call. On a GPU it is not called for every step."""
 
+    def trained(self, job: Job, run: Run, model: nn.Module) -> None:
+        """``run`` took all its steps, and is measured; ``model`` is freed after this call."""
+
     def ended(self, result: Result) -> None:
         """The last recipe of ``result`` has ended: by its last step, a failure or the user."""
 
@@ -255,6 +258,7 @@ def _train(job: Job, run: Run, observer: RunObserver) -> None:
         meter.read(run)
         if len(run.losses) == job.settings.steps:
             run.held_out_loss = held_out_loss(job, model)
+            observer.trained(job, run, model)
     with _recorded(run):
         del model
         _release(job.settings)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bench.distributed import torchtitan
+from bench.distributed import titan_trainer, torchtitan
 
 
 def run(losses=(4.0, 3.0), stuck=(), converted=41):
@@ -52,3 +52,23 @@ def test_noise_moves_matrices_by_its_share():
     shares = (noisy - plain).abs() / plain.abs()
     assert 0 < shares.max() < 1e-2
     assert shares.mean() == pytest.approx(1e-3 * math.sqrt(2 / math.pi), rel=0.1)
+
+
+def test_speed_of_a_whole_model_is_the_median_of_the_windows_after_the_first():
+    def row(step, speed, reserved):
+        return {
+            "step": step, "throughput(tps)": speed, "loss_metrics/global_avg_loss": 1.0 / step,
+            "memory/max_reserved(GiB)": reserved, "memory/max_active(GiB)": 1.0,
+        }  # fmt: skip
+
+    found = titan_trainer._summary(
+        [row(1, 5.0, 3.0), row(10, 50.0, 9.0), row(20, 70.0, 4.0), row(30, 80.0, 4.0)], 10**10
+    )
+    assert found["tokens_per_second"] == 75.0
+    assert found["tflops"] == 0.75
+    assert (found["peak_gib"], found["logged_steps"]) == (9.0, [1, 10, 20, 30])
+
+
+def test_unknown_whole_models_are_refused():
+    with pytest.raises(ValueError, match=r"the model must be one of debug, 8b, 70b, 30b-a3b(.|\n)*got '9b'"):
+        titan_trainer.config_of(titan_trainer.Whole("9b", "bf16"), "")

@@ -12,64 +12,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from torchtitan_cases import BATCH, LENGTH, _converters, _policy, _use_cpus, _whole, config_of, spec_of
+from torchtitan_cases import _converters, _policy, _use_cpus, _whole, config_of, spec_of
 
-
-def _text():
-    """A data loader of random tokens and a tokenizer that is not used, as torchtitan's configs."""
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.tokenizer import BaseTokenizer
-
-    class Tokens(BaseDataLoader):
-        @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config(BaseDataLoader.Config):
-            pass
-
-        def __init__(self, config, *, dp_rank, **sizes):
-            self.rank, self.step = dp_rank, 0
-
-        def __iter__(self):
-            while True:
-                generator = torch.Generator().manual_seed(1000 * self.step + self.rank)
-                tokens = torch.randint(2000, (BATCH, LENGTH + 1), generator=generator)
-                self.step += 1
-                yield {"input": tokens[:, :-1]}, tokens[:, 1:]
-
-        def state_dict(self):
-            return {"step": self.step}
-
-        def load_state_dict(self, state):
-            self.step = state["step"]
-
-    class Unused(BaseTokenizer):
-        @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config(BaseTokenizer.Config):
-            pass
-
-        def __init__(self, config, **options):
-            pass
-
-        def encode(self, *args, **kwargs):
-            raise NotImplementedError
-
-        def decode(self, *args, **kwargs):
-            raise NotImplementedError
-
-        def get_vocab_size(self):
-            return 2000
-
-    return Tokens.Config(), Unused.Config()
-
-
-def _without_a_device():
-    """torchtitan logs the memory of the device, and waits at a barrier of devices after the first step."""
-    from torchtitan.components import metrics
-    from torchtitan.distributed import utils
-
-    utils.set_pg_timeouts = lambda **options: None
-    stats = metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
-    monitor = SimpleNamespace(device_name="CPU", get_peak_stats=lambda: stats, reset_peak_stats=lambda: None)
-    metrics.build_device_memory_monitor = lambda: monitor
+from bench.distributed.titan_trainer import text_of, without_a_device
 
 
 def _config(folder, gather, chunked, recipe, resume_at):
@@ -81,7 +26,7 @@ def _config(folder, gather, chunked, recipe, resume_at):
     spec = spec_of("debugmodel", _converters(recipe, gather))
     config = config_of(spec, {}, checkpointing=_policy("selective"))
     plain = CrossEntropyLoss.Config(global_vocab_size=config.model_spec.model.vocab_size)
-    dataloader, tokenizer = _text()
+    dataloader, tokenizer = text_of(config.model_spec.model.vocab_size)
     return dataclasses.replace(
         config,
         dump_folder=str(folder),
@@ -103,7 +48,7 @@ def train(mesh, folder, gather, chunked=False, recipe="rowwise", resume_at=-1):
         The ``losses`` that the Trainer logs; ``stuck``, the parameters that did not change; ``weights``, a sum of each.
     """
     _use_cpus()
-    _without_a_device()
+    without_a_device()
     os.environ["LOCAL_RANK"] = str(mesh.get_local_rank())
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.distributed import ParallelDims
