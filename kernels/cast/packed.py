@@ -274,6 +274,21 @@ def _largest_by_words(q_words, s_rows, is_row, K, stride_sk, COLS: tl.constexpr,
 
 
 @triton.jit
+def scale_rows_kernel(
+    q_ptr, s_ptr, scale_ptr, M, K, stride_qm, stride_sm, stride_sk,
+    COLS: tl.constexpr, OUT_QMAX: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The scales that ``expand_codes_kernel`` gives rows, of aligned rows of whole blocks."""
+    begin(DEPENDENT)
+    rows = _rows(tl.program_id(0), TILE_M)
+    q_words = q_ptr.to(tl.pointer_type(tl.int32)) + tl.multiple_of(rows.to(tl.int64) * (stride_qm // 4), (4, 4))
+    s_rows = s_ptr + rows.to(tl.int64) * stride_sm
+    largest = _largest_by_words(q_words, s_rows, rows < M, K, stride_sk, COLS, TILE_N)
+    _, scale = encode_fp32(largest, OUT_QMAX, True)
+    tl.store(scale_ptr + rows, scale[:, None], mask=rows < M)
+
+
+@triton.jit
 def _expand_words(
     out_ptr, q_words, s_rows, scale, rows, M, K, stride_sk, COLS: tl.constexpr, TILE_N: tl.constexpr
 ):  # fmt: skip

@@ -54,15 +54,15 @@ def class_name_violations(modules):
 
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
-    "kernels": 5200,  # transposes that are made from codes, also of several weights and of groups; MXFP4
+    "kernels": 5550,  # transposes that are made from codes, also of several weights and of groups; GEMMs on MXFP4
     "compat": 1405,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; merging by peft; Ctrl-C
     "specs": 1165,  # naming; which transposes can be made from codes, and which stored codes have; two codes a byte
     "recipes": 700,  # transposed_from, a backward that dequantizes, files of the recipes of layers; mxfp4_weights
-    "reference": 1940,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains; MXFP4
-    "tuning": 1535,  # tiles of transposes that are made from codes
-    "launch": 4830,  # transposes that are made from codes, also of several weights and of groups; chains; MXFP4
-    "ops": 1860,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
-    "layers": 7020,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
+    "reference": 1965,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains; MXFP4
+    "tuning": 1590,  # tiles of transposes that are made from codes
+    "launch": 5000,  # transposes that are made from codes, also of several weights and of groups; chains; MXFP4
+    "ops": 1880,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
+    "layers": 7060,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 3205,  # MXFP4; load_tensors, the headers of a stream, and its check; a checkpoint as it was loaded
@@ -82,7 +82,7 @@ ROOM_LINES = {
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
 # MXFP4; codes in each mode; health; advice; diffusion; weights for engines; generators; chains; exact models
-TEST_LINES = 56_700
+TEST_LINES = 56_900
 
 
 def room_violations(modules, limits=None):

@@ -66,6 +66,8 @@ def samples(device):
         yield ops.dequantize, (*codes, *spec.args, torch.bfloat16)
         yield ops.expand_codes, (*codes, *spec.args)
         yield ops.measure_rows, (*codes, *spec.args)
+        weight = reference.quantize(x[:24], *spec.args)
+        yield ops.packed_matmul, (*reference.quantize(x, *ROW.args), *ROW.args, *weight, *spec.args)
     for spec in (SPEC_OF_BLOCK[0], ROW):
         yield ops.quantize_with_amax, (x, *spec.args, *spec.args)
     for spec in (ROW, VECTOR, MX, SQUARE):

@@ -157,6 +157,12 @@ _GEMMS = {
             forbids=("bias", "activation", "residual", "batch_invariant"),
         ),
     ),
+    "packed_matmul": Op(
+        "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, "
+        "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, "
+        "str accumulation='precise', bool batch_invariant=False) -> Tensor",
+        kind=scaled_matmul_kind,
+    ),
     "matmul": Op(
         "(Tensor a, Tensor b, Tensor? bias=None, bool batch_invariant=False) -> Tensor",
         kind=matmul_kind,

@@ -36,7 +36,7 @@ from tritonfp8.reference.exact import (
     row_logsumexp,
 )
 from tritonfp8.reference.figures import FIGURES, operand_figures
-from tritonfp8.reference.gemms import matmul, scaled_matmul
+from tritonfp8.reference.gemms import matmul, packed_matmul, scaled_matmul
 from tritonfp8.reference.grouped import (
     dots_of_rows,
     group_amax,

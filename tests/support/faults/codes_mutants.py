@@ -10,6 +10,7 @@ _SOURCE = "tritonfp8/layers/linear/weight_source.py"
 _ROUNDED = ("tests/layers/test_rounded_weights.py",)
 _EXPERTS = ("tests/distributed/expert_parallel/test_experts.py", "-k", "as_they_arrive")
 _PACKED = ("tests/kernels/cast/test_packed.py",)
+_PACKED_GEMM = ("tests/kernels/test_packed_matmul.py",)
 _READ = ("tests/clients/models/test_mxfp4_checkpoints.py",)
 
 FAULTS = (
@@ -138,6 +139,27 @@ FAULTS = (
         "rounded = tl.sum",
         "values that e4m3 does not hold are counted in the last columns of a long row only",
         _PACKED,
+    ),
+    (
+        "kernels/cast/packed.py",
+        "tl.where(found == 0, 0, bits)",
+        "bits",
+        "a block of zeros counts as half of its scale",
+        _PACKED_GEMM,
+    ),
+    (
+        "kernels/cast/packed.py",
+        "(is_normal | 0x06060606)",
+        "0x07070707",
+        "the smallest magnitude of a block becomes 0.75 of its scale",
+        _PACKED,
+    ),
+    (
+        "tritonfp8/tuning/packed_tiles.py",
+        "if m <= size)",
+        "if m <= 2 * size)",
+        "a tile has fewer tokens than the GEMM whose only tile of tokens it should be",
+        _PACKED_GEMM,
     ),
     (
         "tritonfp8/reference/casts.py",
