@@ -20,7 +20,8 @@ from stored_layers import (
 )
 
 import tritonfp8
-from tritonfp8 import QuantSpec, recipes, reference
+from tritonfp8 import QuantSpec, ops, recipes, reference
+from tritonfp8.layers.linear import weight_source
 from tritonfp8.layers.stored import MatricesShard, StoredWeight, stored_as_layer
 from tritonfp8.specs import EXPANDED
 from tritonfp8.specs.testing import assert_bitwise_equal
@@ -74,6 +75,25 @@ def test_what_a_scale_a_row_rounds_is_counted_and_blocks_hold_it(kind):
     assert torch.equal(reference.dequantize(*found, *BLOCKS.args, torch.float32), weight.dequantize().float())
     found = weight.read_operand(EXPANDED, False)
     assert not torch.equal(reference.dequantize(*found, *EXPANDED.args, torch.float32), weight.dequantize().float())
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_a_linear_layer_gives_its_codes_to_the_gemm(recipe, monkeypatch):
+    """Where the GEMM expands them; the bits are of codes that are expanded before, also of the gradient."""
+    layer = tritonfp8.Float8Linear(96, 24, recipe=recipes.get(recipe), dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(StoredWeight.of(normal(24, 96, dtype=torch.bfloat16), MXFP4_SPEC), False)
+    x = normal(5, 96, dtype=torch.bfloat16).requires_grad_()
+    calls, function = [], ops.packed_matmul
+    monkeypatch.setattr(ops, "packed_matmul", lambda *args: calls.append(args[3].dtype) or function(*args))
+    out = layer(x)
+    out.sum().backward()
+    assert calls == [torch.uint8] * (recipe == "rowwise")
+    found, x.grad = [out.detach(), x.grad], None
+    monkeypatch.setattr(weight_source.PackedSource, "now", weight_source.CodesSource.now)
+    out = layer(x)
+    out.sum().backward()
+    assert calls == [torch.uint8] * (recipe == "rowwise")
+    assert_bitwise_equal(found, [out.detach(), x.grad])
 
 
 @each_kind

@@ -16,16 +16,23 @@ from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, Later, OperandProvi
 from tritonfp8.layers.linear.weight_source import CASTS, WeightSource, serves_both
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Gemm, Recipe, recipe_of
+from tritonfp8.specs import MXFP4
 
 
 def multiply(
     gemm: Gemm, lhs: Pair, rhs: Pair, bias: Tensor | None, out_dtype: torch.dtype, residual: Tensor | None = None
 ) -> Tensor:
-    """``lhs @ rhs.T + bias + residual`` on operands that are quantized as ``gemm`` says."""
+    """``lhs @ rhs.T + bias + residual`` on operands that are quantized as ``gemm`` says.
+
+    ``rhs`` may have codes of MXFP4, two a byte: the GEMM expands them to what ``gemm`` says.
+    """
     assert gemm.lhs is not None
     assert gemm.rhs is not None
-    return ops.scaled_matmul(
-        lhs[0], lhs[1], *gemm.lhs.args, rhs[0], rhs[1], *gemm.rhs.args,
+    # What a chain records has no dtype, and is made of values.
+    is_packed = getattr(rhs[0], "dtype", None) == torch.uint8
+    op, spec = (ops.packed_matmul, MXFP4) if is_packed else (ops.scaled_matmul, gemm.rhs)
+    return op(
+        lhs[0], lhs[1], *gemm.lhs.args, rhs[0], rhs[1], *spec.args,
         bias, None, residual, out_dtype, gemm.accumulation,
         # A default is left out: the dispatcher takes time for each argument.
         *((True,) if gemm.batch_invariant else ()),

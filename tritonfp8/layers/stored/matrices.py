@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.layers.extensions import SOURCES
-from tritonfp8.layers.linear import CodesSource
+from tritonfp8.layers.linear import CodesSource, PackedSource
 from tritonfp8.layers.stored.rows import StoredRows, row_spec
 from tritonfp8.layers.stored.shard import OF_SHARDS, Shard
 from tritonfp8.layers.stored.weight import StoredWeight
@@ -120,4 +120,5 @@ class MatricesShard(Shard, StoredMatrices):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-SOURCES.update(dict.fromkeys((StoredWeight, StoredRows, StoredMatrices, MatricesShard), CodesSource()))
+SOURCES.update(dict.fromkeys((StoredRows, StoredMatrices, MatricesShard), CodesSource()))
+SOURCES[StoredWeight] = PackedSource()
