@@ -24,10 +24,10 @@ from triton.language.extra.cuda import gdc_wait
 
 from tritonfp8.kernels.gemm.epilogue import Epilogue, Halves, Output, Vectors, Wave, read_columns, read_rows, store_wave
 from tritonfp8.kernels.gemm.hopper_dense import EARLY_STEPS
-from tritonfp8.kernels.gemm.hopper_dense import _load as load
 from tritonfp8.kernels.gemm.hopper_dense import _piece as piece_of
 from tritonfp8.kernels.gemm.hopper_dense import _pieces as pieces_of
-from tritonfp8.kernels.gemm.pipeline import WAVE_ROWS, Pipeline, Problem, Schedule, Stage, Tile, fill_stage, next_stage
+from tritonfp8.kernels.gemm.pipeline import WAVE_ROWS, Pipeline, Problem, Schedule, Stage, Tile, next_stage
+from tritonfp8.kernels.names import tma_load
 
 BLOCK: gl.constexpr = gl.constexpr(32)
 # Steps of K are of 128: four blocks.
@@ -144,6 +144,29 @@ def _allocate(a_desc, b_desc, out_desc, OUT_ROWS: gl.constexpr, OUT_COLS: gl.con
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     return Pipeline(a, b, a, b, out, full, empty, turn)
+
+
+@gluon.jit
+def _fill_stage(a_desc, b_desc, ring, row, col, step, stage, SCHEDULE: gl.constexpr):
+    """:func:`.pipeline.fill_stage`, where a byte of the first operand has two elements."""
+    K: gl.constexpr = SCHEDULE.BLOCK_K
+    ready = ring.full.index(stage)
+    mbarrier.expect(ready, SCHEDULE.BLOCK_M * (K // 2) + SCHEDULE.BLOCK_N * K)
+    tma_load(a_desc, [row, step * (K // 2)], ready, ring.a.index(stage))
+    tma_load(b_desc, [col, step * K], ready, ring.b.index(stage))
+
+
+@gluon.jit
+def _load(a_desc, b_desc, problem, ring, filled, SCHEDULE: gl.constexpr):
+    """The producer warp: load all steps of this program's work items, after the ``filled`` first steps."""
+    stage = Stage(filled % SCHEDULE.STAGES, filled // SCHEDULE.STAGES)
+    for piece in range(gl.program_id(0), pieces_of(problem, SCHEDULE.SPLIT), gl.num_programs(0)):
+        tile, _ = piece_of(piece, problem, SCHEDULE)
+        before = gl.where(piece == gl.program_id(0), filled, 0)
+        for step in range(tile.first + before, tile.last):
+            mbarrier.wait(ring.empty.index(stage.slot), stage.phase ^ 1)
+            _fill_stage(a_desc, b_desc, ring, tile.row, tile.col, step, stage.slot, SCHEDULE)
+            stage = next_stage(stage, SCHEDULE.STAGES)
 
 
 @gluon.jit
@@ -294,7 +317,7 @@ def hopper_packed_matmul_kernel(
     WIDTH: gl.constexpr = BLOCK_N if BLOCK_N <= 128 else BLOCK_N // 2
     SCHEDULE: gl.constexpr = Schedule(
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, 0, 0, BLOCK_N // WIDTH, WIDTH,
-        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32]), PROMOTE, False, False, 1, SPLIT=SPLIT, PACKED=True,
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32]), PROMOTE, False, False, 1, SPLIT=SPLIT,
     )  # fmt: skip
     EPILOGUE: gl.constexpr = Epilogue(
         not SPLIT, HAS_BIAS, False, ACTIVATION=ACTIVATION, HAS_RESIDUAL=HAS_RESIDUAL, SWAP=True
@@ -316,12 +339,12 @@ def hopper_packed_matmul_kernel(
     tile, _ = piece_of(gl.program_id(0), problem, SCHEDULE)
     filled = gl.minimum(tile.last - tile.first, EARLY)
     for stage in range(filled):
-        fill_stage(a_desc, b_desc, problem, ring, tile.row, tile.col, tile.first + stage, stage, SCHEDULE)
+        _fill_stage(a_desc, b_desc, ring, tile.row, tile.col, tile.first + stage, stage, SCHEDULE)
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_multiply, (out_desc, ring, problem, packed, gl.constexpr(0), SCHEDULE, EPILOGUE, ALIGNED)),
-                (load, (a_desc, b_desc, problem, ring, filled, SCHEDULE)),
+                (_load, (a_desc, b_desc, problem, ring, filled, SCHEDULE)),
             ],
             [1],
             [24],
@@ -331,7 +354,7 @@ def hopper_packed_matmul_kernel(
             [
                 (_multiply, (out_desc, ring, problem, packed, gl.constexpr(0), SCHEDULE, EPILOGUE, ALIGNED)),
                 (_multiply, (out_desc, ring, problem, packed, gl.constexpr(1), SCHEDULE, EPILOGUE, ALIGNED)),
-                (load, (a_desc, b_desc, problem, ring, filled, SCHEDULE)),
+                (_load, (a_desc, b_desc, problem, ring, filled, SCHEDULE)),
             ],
             [4, 1],
             [240, 24],

@@ -50,8 +50,8 @@ Tile = namedtuple("Tile", "row col first last")
 Schedule = namedtuple(
     "Schedule",
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M STAGES A_ROWS B_ROWS WAVES WIDTH LAYOUT PROMOTE STAGGER TIGHT OVERLAP SPLIT "
-    "GROUPED COLUMNS ALIGNMENT PINGPONG PACKED",
-    defaults=(False, False, False, 1, False, False),
+    "GROUPED COLUMNS ALIGNMENT PINGPONG",
+    defaults=(False, False, False, 1, False),
 )
 
 
@@ -96,11 +96,9 @@ def fill_stage(a_desc, b_desc, problem, ring, row, col, step, stage, SCHEDULE: g
     B_SCALES: gl.constexpr = ring.b_scales.shape[1] if SCHEDULE.B_ROWS == 1 else 0
     ready = ring.full.index(stage)
     K: gl.constexpr = SCHEDULE.BLOCK_K
-    # Of packed operands a byte has two elements.
-    A_K: gl.constexpr = K // 2 if SCHEDULE.PACKED else K
     ITEM_BYTES: gl.constexpr = a_desc.dtype.primitive_bitwidth // 8
-    mbarrier.expect(ready, (SCHEDULE.BLOCK_M * A_K + SCHEDULE.BLOCK_N * K) * ITEM_BYTES + 4 * (A_SCALES + B_SCALES))
-    tma_load(a_desc, [row, step * A_K], ready, ring.a.index(stage))
+    mbarrier.expect(ready, (SCHEDULE.BLOCK_M + SCHEDULE.BLOCK_N) * K * ITEM_BYTES + 4 * (A_SCALES + B_SCALES))
+    tma_load(a_desc, [row, step * K], ready, ring.a.index(stage))
     tma_load(b_desc, [col, step * K], ready, ring.b.index(stage))
     if SCHEDULE.A_ROWS == 1:
         tma_load(problem.a_scale, [row + step * problem.stride_ak], ready, ring.a_scales.index(stage))
