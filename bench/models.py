@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import tritonfp8
@@ -52,6 +53,18 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name, tensor in tensors.items():
         found.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def sums_of(model: nn.Module) -> dict[str, tuple[float, float]]:
+    """Two sums of each parameter that trains, or of this rank's part, which tell whether it changed."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            value = parameter.detach()
+            local = (value.to_local() if isinstance(value, DTensor) else value).float().flatten()
+            places = torch.arange(local.numel(), device=local.device) % 1009
+            found[name] = (local.sum(dtype=torch.float64).item(), (local * places).sum().item())
+    return found
 
 
 def training_step(forward: Any, module: nn.Module, x: torch.Tensor, grad_output: torch.Tensor) -> Callable[[], Any]:

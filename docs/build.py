@@ -135,6 +135,7 @@ def figure(found: dict[str, dict[str, dict[str, traffic.Parts]]], sizes: traffic
 FIGURES: Mapping[str, Callable[[], Any]] = {
     "distributed.svg": lambda: figure(traffic.measured(), traffic.LAYER),
     "house.svg": house.figure,
+    "scaling.svg": measured.scaling_figure,
     "speed_ups.svg": measured.picture,
 }
 """The function that draws each file in docs/, by file name."""

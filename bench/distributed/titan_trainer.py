@@ -12,10 +12,13 @@ import json
 import math
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +27,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import DeviceType
-from torch.distributed.tensor import DTensor
 
+from bench.contest.machine import write_results
+from bench.models import sums_of
 from tritonfp8.training import corpus, timers
 
 PLAIN, PEER = "bf16", "torchao "
@@ -37,6 +41,14 @@ MODELS = {
     "8b": ("llama3", "llama3_8b", "8B"),
     "70b": ("llama3", "llama3_70b", "70B"),
     "30b-a3b": ("qwen3", "qwen3_30b_a3b", "30B-A3B"),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "none": {"checkpointing": "none"},
+    "full": {"checkpointing": "full"},
+    "tp": {"tp": 2},
+    "ep": {"ep": 2},
+    "wide": {"gather": False},
 }
 LOGGED = 10
 MOST = 40
@@ -212,17 +224,6 @@ def config_of(whole: Whole, folder: str) -> Any:
     )
 
 
-def sums_of(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Two sums of each parameter's shard, which tell whether it changed."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        local = value.to_local() if isinstance(value, DTensor) else value
-        places = torch.arange(local.numel(), device=local.device) % 1009
-        found[name] = (local.sum(dtype=torch.float64).item(), (local.flatten() * places).sum().item())
-    return found
-
-
 def _cpu_dims(trainer: Any) -> Any:
     from torchtitan.distributed import ParallelDims
 
@@ -346,3 +347,45 @@ def serve(wholes: list[Whole], path: Path, device: str) -> None:
         found.append(row)
         if int(os.environ["RANK"]) == 0:
             path.write_text(json.dumps(found))
+
+
+def launch(kind: str, requests: Sequence[Any], processes: int, device: str) -> list[dict[str, Any]]:
+    """What ``processes`` ranks give for each request of a kind.
+
+    Raises:
+        RuntimeError: they failed; their output says why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        request = json.dumps([kind, [asdict(each) for each in requests]])
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [*launcher, "-m", "bench.distributed.torchtitan", "--serve", request, "--out", str(path)]
+        done = subprocess.run([*command, "--device", device], check=False)
+        if done.returncode:
+            raise RuntimeError(f"{processes} processes failed: exit status {done.returncode}")
+        found: list[dict[str, Any]] = json.loads(path.read_text())
+        return found
+
+
+def run_whole(wholes: list[Whole], device: str, warm: int, path: Path) -> bool:
+    """Train whole models one after the other, print a line for each, and write after each; whether all is well.
+
+    Args:
+        wholes: the runs.
+        device: cpu or cuda.
+        warm: so many are compiled at a time before, with one layer and three steps; 0 for none.
+        path: of the data.
+    """
+    if warm:
+        with ThreadPoolExecutor(warm) as pool:
+            short = [replace(each, layers=1, steps=2) for each in wholes]
+            list(pool.map(lambda each: launch("whole", [each], each.processes, device), short))
+    rows: list[dict[str, Any]] = []
+    for whole in wholes:
+        (found,) = launch("whole", [whole], whole.processes, device)
+        rows.append({**asdict(whole), **found})
+        write_results(path, {"rows": rows})
+        named = f"{whole.model:<8} {whole.contender:<24} tp {whole.tp} ep {whole.ep} {whole.checkpointing:<9}"
+        speed = f"{found['tokens_per_second']:>8.0f} tokens/s/GPU  MFU {found['mfu']:.1%}  {found['peak_gib']:.1f} GiB"
+        print("BAD" if found["stuck"] else "ok ", named, speed, f"loss {found['losses'][-1]:.4f}", flush=True)
+    return not any(row["stuck"] for row in rows)

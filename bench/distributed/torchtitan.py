@@ -22,14 +22,10 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
-import tempfile
 import types
 import zlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +40,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from bench.contest.machine import results_folder, write_results
 from bench.distributed.compare import make_deterministic
 from bench.distributed.run import QUANTIZED
-from bench.distributed.titan_trainer import MODELS, Whole, use_torch_attention
+from bench.distributed.titan_trainer import LAYOUTS, MODELS, Whole, launch, run_whole, use_torch_attention
 from bench.distributed.titan_trainer import serve as serve_whole
 from bench.models import with_head
 
@@ -55,14 +51,6 @@ LIMITS = {"tp": 1e-3, "gather": 0.0, "ep": 2e-2, "tp x ep": 2e-2, "noise": math.
 NOISE = 1e-7
 BATCH, LENGTH, STEPS, RATE = 4, 256, 10, 1e-3
 PLAIN = "bf16"
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp": {},
-    "none": {"checkpointing": "none"},
-    "full": {"checkpointing": "full"},
-    "tp": {"tp": 2},
-    "ep": {"ep": 2},
-    "wide": {"gather": False},
-}
 
 
 @dataclass(frozen=True)
@@ -268,50 +256,8 @@ def run(programs: list[Program], device: str) -> dict[Program, dict[str, Any]]:
     results: dict[Program, dict[str, Any]] = {}
     for processes in sorted({program.processes for program in programs}):
         chosen = [program for program in programs if program.processes == processes]
-        results |= dict(zip(chosen, _launch("programs", chosen, processes, device), strict=True))
+        results |= dict(zip(chosen, launch("programs", chosen, processes, device), strict=True))
     return results
-
-
-def _launch(kind: str, requests: Sequence[Any], processes: int, device: str) -> list[dict[str, Any]]:
-    """What ``processes`` ranks give for each request of a kind.
-
-    Raises:
-        RuntimeError: they failed; their output says why.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        request = json.dumps([kind, [asdict(each) for each in requests]])
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [*launcher, "-m", "bench.distributed.torchtitan", "--serve", request, "--out", str(path)]
-        done = subprocess.run([*command, "--device", device], check=False)
-        if done.returncode:
-            raise RuntimeError(f"{processes} processes failed: exit status {done.returncode}")
-        found: list[dict[str, Any]] = json.loads(path.read_text())
-        return found
-
-
-def run_whole(wholes: list[Whole], device: str, warm: int, path: Path) -> bool:
-    """Train whole models one after the other, print a line for each, and write after each; whether all is well.
-
-    Args:
-        wholes: the runs.
-        device: cpu or cuda.
-        warm: so many are compiled at a time before, with one layer and three steps; 0 for none.
-        path: of the data.
-    """
-    if warm:
-        with ThreadPoolExecutor(warm) as pool:
-            short = [replace(each, layers=1, steps=2) for each in wholes]
-            list(pool.map(lambda each: _launch("whole", [each], each.processes, device), short))
-    rows: list[dict[str, Any]] = []
-    for whole in wholes:
-        (found,) = _launch("whole", [whole], whole.processes, device)
-        rows.append({**asdict(whole), **found})
-        write_results(path, {"rows": rows})
-        named = f"{whole.model:<8} {whole.contender:<24} tp {whole.tp} ep {whole.ep} {whole.checkpointing:<9}"
-        speed = f"{found['tokens_per_second']:>8.0f} tokens/s/GPU  MFU {found['mfu']:.1%}  {found['peak_gib']:.1f} GiB"
-        print("BAD" if found["stuck"] else "ok ", named, speed, f"loss {found['losses'][-1]:.4f}", flush=True)
-    return not any(row["stuck"] for row in rows)
 
 
 def judge(first: dict[str, Any], second: dict[str, Any], limit: float) -> dict[str, Any]:

@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.contest.bars import BARS, GROUPED_BARS
-from bench.contest.cases import COPY, MODEL, MODEL_KERNELS
+from bench.contest.cases import MODEL, MODEL_KERNELS
 from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS
 from bench.contest.judge import Bar
 from bench.limits.host import GRAPH, LAUNCH, MEMORY, REST
 from bench.limits.power import OWN, RANDOM, TORCH, ZERO
 from bench.limits.step import CALLS, LAUNCHES
 from bench.models import BIASED, CONFIGS
+from bench.scale.compute import CODE, HIGH, cast_bytes, copy_rate
 from bench.tables import size_name, table
 from docs.measured.results import data, text
-from tritonfp8.recipes import get
-from tritonfp8.specs import TENSORWISE
 from tritonfp8.tuning.matmul_space import LARGEST_FAST
 
 # FP8 FLOPs of a multiprocessor in a cycle: NVIDIA H100 Tensor Core GPU Architecture (2022), 4 tensor cores of 1024
@@ -30,43 +29,24 @@ Line = tuple[str, ...]
 # Geometric mean, and each shape.
 FAST, PRECISE = "rowwise fast", "rowwise precise"
 UNTUNED_BARS = {f"{FAST}, over torch": (1.00, 0.96), "tensorwise precise, over torch": (1.01, 0.97)}
-# Bytes of an element.
-HIGH, CODE = 2, 1
-
-
-def _copy_speed() -> float:
-    """Bytes a second that a copy reads and writes."""
-    copies = [row for row in data("quantize.json")["rows"] if row["contender"] == COPY]
-    return statistics.median(row["bytes"] / row["seconds"] for row in copies)
 
 
 def least_bytes(
     recipe: str, name: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, batch: int, sequence: int
-) -> int:
-    """What the casts of a model of ``bench.models`` read and write at least, forward and backward.
-
-    Inputs and gradients of outputs are cast in both orientations. They are read once, or twice by a recipe whose scales
-    span a dim: no code of the second orientation is known before all of the matrix was read. Weights are read for each
-    of two casts, and once more if the matrix has one scale.
-    """
-    spec = get(recipe).grad_input.lhs
-    assert spec is not None
-    reads = 2 if -1 in spec.block else 1
-    weight_reads = 3 if spec.block == TENSORWISE else 2
+) -> float:
+    """What the casts of a model of ``bench.models`` read and write at least, forward and backward."""
     head = CONFIGS.get(name, {}).get("head_dim", hidden // heads)
     q, kv, branches = heads * head, kv_heads * head, 1 if name in BIASED else 2
     inputs = 2 * hidden + q + ffn
     gradients = q + 2 * kv + 2 * hidden + branches * ffn
     weights = hidden * (2 * q + 2 * kv + (branches + 1) * ffn)
-    tokens = batch * sequence
-    of_tokens = tokens * (inputs + gradients) * (reads * HIGH + 2 * CODE)
-    return layers * (of_tokens + weights * (weight_reads * HIGH + 2 * CODE))
+    return layers * cast_bytes(recipe, batch * sequence * (inputs + gradients), weights)
 
 
 def limits() -> str:
     """Where a step of each model goes, and how fast it would be if its casts were as fast as a copy."""
     rows = data("model.json")["rows"]
-    speed = _copy_speed()
+    speed = copy_rate()
     parts = {(row["name"], row["contender"]): row for row in rows if row["case"] == MODEL_KERNELS.name}
 
     def line(bar: Bar) -> tuple[str, ...]:
@@ -126,7 +106,7 @@ def _mixture(path: str, add: Callable[[Sequence[int], Mapping[str, float], float
 
 def mixture_limits() -> str:
     """Where the time of a layer of experts goes, and how fast it would be if its casts were as fast as a copy."""
-    speed = _copy_speed()
+    speed = copy_rate()
 
     def fastest(shape: Sequence[int], ours: Mapping[str, float], plain: float) -> Line:
         copied = least_bytes_of_experts(*shape) / speed

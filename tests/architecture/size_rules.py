@@ -81,8 +81,8 @@ ROOM_LINES = {
 
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
-# MXFP4; codes in each mode; health; advice; diffusion; weights for engines; generators; chains; exact models
-TEST_LINES = 56_900
+# MXFP4; codes in each mode; health; advice; diffusion; weights for engines; generators; chains; exact models; scaling
+TEST_LINES = 57_100
 
 
 def room_violations(modules, limits=None):

@@ -9,6 +9,7 @@ import typer
 
 from bench.contest.machine import RESULTS
 
+PROGRAMS = ("bench.advice", "bench.distributed", "bench.scale")
 README = RESULTS.parent / "README.md"
 COMMANDS = re.findall(r"`((?:python|torchrun) [^`]+)`", README.read_text())
 
@@ -16,7 +17,7 @@ COMMANDS = re.findall(r"`((?:python|torchrun) [^`]+)`", README.read_text())
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_page_can_be_called(command):
     _, name, *arguments = shlex.split(command.partition(" -m ")[2] and f"-m {command.partition(' -m ')[2]}")
-    module = importlib.import_module(f"{name}.run" if name in ("bench.distributed", "bench.advice") else name)
+    module = importlib.import_module(f"{name}.run" if name in PROGRAMS else name)
     app = getattr(module, "app", None)
     if app is None:
         app = typer.Typer()
