@@ -9,17 +9,18 @@ from tritonfp8.kernels.cast.packed import expand_codes_kernel
 from tritonfp8.kernels.gemm.hopper_packed import hopper_packed_matmul_kernel
 from tritonfp8.launch import gemms
 from tritonfp8.specs import EXPANDED, MXFP4
+from tritonfp8.tuning import packed_tiles
 
 (TEXT,), (ROW,) = MXFP4.args, EXPANDED.args
 
 
-def launch(m, n, k, accumulation="precise", epilogue=(None, None, None)):
+def launch(m, n, k, accumulation="precise", epilogue=(None, None, None), dtype=torch.bfloat16):
     def empty(*shape, dtype=torch.uint8):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     a = empty(m, k, dtype=torch.float8_e4m3fn), empty(m, 1, dtype=torch.float32)
     b = empty(n, k // 2), empty(n, k // 32, dtype=torch.float8_e8m0fnu)
-    gemms.packed_matmul(*a, ROW, *b, TEXT, *epilogue, torch.bfloat16, accumulation)
+    gemms.packed_matmul(*a, ROW, *b, TEXT, *epilogue, dtype, accumulation)
 
 
 def abilities(cc):
@@ -35,6 +36,15 @@ def test_every_tile_runs_on_hopper(compiled, m, accumulation):
         check_spills([(None, report)], 90)
         assert report.shared_bytes <= HOPPER_SHARED_BYTES
         assert "e4m3.e4m3" in report.ptx
+
+
+@pytest.mark.parametrize("m", [64, 128, 512])
+def test_float32_results_fit_into_shared_memory(compiled, m):
+    """Of programs that share a multiprocessor, all; each takes 1 KiB more than it asks for."""
+    found = compiled(90, lambda: launch(m, 28672, 4096, dtype=torch.float32), **abilities(90))
+    check_spills(found, 90)
+    programs = packed_tiles.choose_packed(m, 28672, 132).blocks_per_sm
+    assert programs * (found[-1][1].shared_bytes + 1024) <= HOPPER_SHARED_BYTES + 1024
 
 
 def test_the_epilogue_takes_no_more_registers_than_there_are(compiled):
