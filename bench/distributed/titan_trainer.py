@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from bench.contest.machine import write_results
-from bench.models import sums_of
+from bench.models import sums_of, with_head
 from tritonfp8.training import corpus, timers
 
-PLAIN, PEER = "bf16", "torchao "
+PLAIN, PEER, HEAD = "bf16", "torchao ", " with head"
 # torchtitan's module, its config and its flavor.
 MODELS = {
     "debug": ("llama3", "llama3_debugmodel", "debugmodel"),
@@ -62,7 +62,7 @@ class Whole:
 
     Attributes:
         model: a name of :data:`MODELS`.
-        contender: a recipe, ``"bf16"``, or ``"torchao "`` and a recipe of torchtitan's own converter.
+        contender: a recipe, also with ``" with head"``, ``"bf16"``, or ``"torchao "`` and a recipe of torchao.
         layers: of the model's layers so many; 0 for all.
         tp: degree of tensor parallelism; FSDP2 takes the other processes.
         ep: degree of expert parallelism.
@@ -152,7 +152,9 @@ def _converters(whole: Whole) -> list[Any]:
     if not whole.contender.startswith(PEER):
         from tritonfp8.integrations.torchtitan import Float8Converter
 
-        return [Float8Converter.Config(recipe=whole.contender, all_gather=whole.gather)]
+        name = whole.contender.removesuffix(HEAD)
+        recipe = with_head(name) if whole.contender.endswith(HEAD) else name
+        return [Float8Converter.Config(recipe=recipe, all_gather=whole.gather)]
     from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter
 
     options: dict[str, Any] = {"model_compile_enabled": whole.compiled}
@@ -324,7 +326,9 @@ def _summary(logged: list[dict[str, float]], flops_per_token: int) -> dict[str, 
         "tokens_per_second": speed,
         "tflops": flops_per_token * speed / 1e12,
         "peak_gib": max(row["memory/max_reserved(GiB)"] for row in logged),
-        "active_gib": max(row["memory/max_active(GiB)"] for row in logged),
+        # Of each window: the first compiles.
+        "active_gib": max(row["memory/max_active(GiB)"] for row in timed),
+        "active_gib_of_windows": [row["memory/max_active(GiB)"] for row in logged],
     }
 
 

@@ -127,7 +127,10 @@ def test_tensors_that_do_not_fit(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method .* must be one of 'fp8', 'compressed-tensors', 'mxfp4'; got 'gptq'"),
+        (
+            {"quant_method": "gptq"},
+            "quant_method .* must be one of 'fp8', 'compressed-tensors', 'mxfp4', 'modelopt'; got 'gptq'",
+        ),
         ({"quant_method": None}, "quant_method of the quantization config must be one of"),
         ({"quant_method": ["fp8"]}, "quant_method of the quantization config must be one of"),
         ({"fmt": "e5m2"}, "fmt of the quantization config must be one of 'e4m3'; got 'e5m2'"),

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 import tritonfp8
-from tritonfp8.export import writing
+from tritonfp8.export.writing import together
 
 
 @pytest.mark.parametrize("limit", [1, 20_000, 60_000])
@@ -144,9 +144,9 @@ def test_a_kill_between_renames_leaves_whole_files_and_no_config(tmp_path, monke
         renamed.append(target)
         replace(source, target)
 
-    monkeypatch.setattr(writing.os, "replace", killed)
+    monkeypatch.setattr(together.os, "replace", killed)
     # A process that is killed runs no cleanup.
-    monkeypatch.setattr(writing.shutil, "rmtree", lambda *args, **options: None)
+    monkeypatch.setattr(together.shutil, "rmtree", lambda *args, **options: None)
     with pytest.raises(KilledError):
         tritonfp8.export.save(model_of(), tmp_path, "fine_grained", max_shard_bytes=30_000)
     final = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))

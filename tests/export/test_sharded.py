@@ -1,13 +1,16 @@
 """A sharded model gives the tensors of the whole one, on every rank."""
 
 import tempfile
+from pathlib import Path
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 from cases import QUANTIZED, rounded
-from checkpoints import EXPERTS, MIXTRAL, files_of, model_of
+from checkpoints import EXPERTS, MIXTRAL, WHOLE, files_of, model_of
 from fsdp_cases import Setup, build, full_parameters, tokens_of
+from pretrained_cases import FORMATS, IDS, differing, written
 from process_group import made_mesh
 from raised import raised
 from torch import nn
@@ -18,6 +21,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel
+from tritonfp8.integrations.transformers import from_pretrained
+from tritonfp8.optim import AdamW
 from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -118,15 +123,75 @@ def test_adapters_on_a_sharded_base_are_merged(ranks, storage, dora):
     ranks.run(2, merged, storage, dora)
 
 
-def refused(mesh):
+def _contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def saved(mesh, folder, format, limit):
+    """All ranks save a sharded model of which rank 0 has the whole one, too."""
+    whole, sharded = (model_of(dtype=torch.float32) for _ in range(2))
+    for model in (whole, sharded):
+        tritonfp8.convert(model, "rowwise")
+    for layer in (*sharded.model.layers, sharded):
+        fully_shard(layer, mesh=mesh)
+    # FSDP2 leaves the weights of the root gathered.
+    sharded(torch.arange(8)[None])
+    found = tritonfp8.export.save(sharded, f"{folder}/sharded", format, max_shard_bytes=limit)
+    if torch.distributed.get_rank() == 0:
+        wanted = tritonfp8.export.save(whole, f"{folder}/whole", format, max_shard_bytes=limit)
+        assert (found.files, found.bytes_before) == (wanted.files, wanted.bytes_before)
+        assert _contents(f"{folder}/sharded") == _contents(f"{folder}/whole")
+    return found
+
+
+@pytest.mark.parametrize(("format", "limit"), [("compressed_channel", 10**9), ("fine_grained", 30_000)])
+def test_a_sharded_model_is_saved_as_the_whole_one(ranks, tmp_path, format, limit):
+    first, second = ranks.run(2, saved, str(tmp_path), format, limit)
+    assert first == second
+    assert (len(first.files) > 3) == (limit < 10**9)
+
+
+def cannot(mesh, folder, what):
+    """Rank 0 cannot write: all ranks raise, none hangs, and nothing is left."""
     model, _ = build(mesh, Setup())
-    with tempfile.TemporaryDirectory() as folder:
-        return raised(lambda: tritonfp8.export.save(model, f"{folder}/new", "compressed_channel"))
+    rank = torch.distributed.get_rank()
+    if what == "weights":
+        # Not of a disk that ranks share: only one of them sees it.
+        folder = f"{folder}/{rank}"
+        Path(folder).mkdir()
+        if rank == 1:
+            Path(folder, "old.safetensors").touch()
+    if what == "disk" and rank == 0:
+        Path(folder, "new").touch()
+    if what == "file" and rank == 0:
+        safetensors.torch.save_file = raising
+    try:
+        return raised(
+            lambda: tritonfp8.export.save(model, f"{folder}/new" if what == "disk" else folder, "compressed_channel")
+        )
+    finally:
+        safetensors.torch.save_file = SAVE_FILE
 
 
-def test_saved_files_are_of_whole_models(ranks):
-    for message in ranks.run(2, refused):
-        assert "is sharded (a DTensor): tritonfp8.export.save needs whole tensors. Gather the weights" in message
+SAVE_FILE = safetensors.torch.save_file
+
+
+def raising(*args, **options):
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize(
+    ("what", "culprit", "message"),
+    [("disk", 0, "File exists"), ("file", 0, "no space left"), ("weights", 1, "must not have weights yet")],
+)
+def test_an_error_of_one_rank_is_an_error_of_all(ranks, tmp_path, what, culprit, message):
+    found = ranks.run(2, cannot, str(tmp_path), what)
+    assert message in found[culprit]
+    assert f"the checkpoint was not written: rank {culprit}" in found[1 - culprit]
+    assert message in found[1 - culprit]
+    assert not [
+        path for path in tmp_path.rglob("*") if path.suffix == ".safetensors" and path.name != "old.safetensors"
+    ]
 
 
 def _mlp(seed, width):
@@ -225,3 +290,94 @@ def needs_memory(mesh):
 def test_a_sharded_model_on_the_meta_device_loads_nothing(ranks):
     for message in ranks.run(2, needs_memory):
         assert "is sharded and on the meta device: give it memory first, by model.to_empty(device=...)" in message
+
+
+def trained(folder, names):
+    """A model of which two steps changed these weights."""
+    model = from_pretrained(folder, train="full")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(each in name for each in names))
+    if not names:
+        return model
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(2):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def shard(model, mesh):
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh)
+
+
+def as_whole(mesh, folder, names, way):
+    sharded, whole = (trained(f"{folder}/it", names) for _ in range(2))
+    if "tp" in way:
+        grid = made_mesh(mesh.device_type, (1, 2), ("fsdp", "tp"))
+        plan = {"q_proj": Float8ColwiseParallel(), "o_proj": Float8RowwiseParallel()}
+        for layer in sharded.model.layers:
+            parallelize_module(layer.self_attn, grid["tp"], plan)
+    else:
+        shard(sharded, mesh)
+    report = tritonfp8.export.save(sharded, f"{folder}/sharded")
+    if torch.distributed.get_rank() == 0:
+        wanted = tritonfp8.export.save(whole, f"{folder}/whole")
+        assert (report.files, report.notes) == (wanted.files, wanted.notes)
+        assert differing(Path(folder, "sharded"), Path(folder, "whole")) == []
+        changed = differing(Path(folder, "sharded"), Path(folder, "it"))
+        assert bool(changed) == bool(names)
+    return report.files
+
+
+@pytest.mark.parametrize(
+    ("format", "kind", "names", "way"),
+    [
+        *((format, ("llama", WHOLE), ("q_proj", "down_proj", "norm"), "fsdp") for format in FORMATS),
+        ("compressed_channel", ("llama", WHOLE), (), "fsdp"),
+        ("fine_grained", ("moe", EXPERTS), ("down_proj",), "fsdp"),
+        ("compressed_channel", ("llama", WHOLE), ("q_proj",), "tp"),
+        ("fine_grained", ("llama", WHOLE), (), "tp"),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, tuple) and value else str(value),
+)
+def test_the_bytes_of_the_whole_model(ranks, tmp_path, format, kind, names, way):
+    written(tmp_path / "it", format, *kind)
+    first, second = ranks.run(2, as_whole, str(tmp_path), names, way)
+    assert first == second
+
+
+def merged_into(mesh, folder):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = from_pretrained(f"{folder}/it", train="adapters")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        models.append(peft.get_peft_model(model, config))
+    sharded, whole = models
+    shard(sharded.base_model.model, mesh)
+    tritonfp8.export.save(sharded, f"{folder}/sharded", adapters="merged")
+    if torch.distributed.get_rank() == 0:
+        tritonfp8.export.save(whole, f"{folder}/whole", adapters="merged")
+        assert differing(Path(folder, "sharded"), Path(folder, "whole")) == []
+        assert differing(Path(folder, "sharded"), Path(folder, "it"))
+
+
+def test_merged_adapters(ranks, tmp_path):
+    written(tmp_path / "it", "compressed_channel", "llama", WHOLE)
+    ranks.run(2, merged_into, str(tmp_path))
+
+
+def folders(mesh, folder):
+    """Each rank gives a folder of its own: rank 0 writes, and no other."""
+    model = from_pretrained(f"{folder}/it", train="adapters")
+    shard(model, mesh)
+    tritonfp8.export.save(model, f"{folder}/{torch.distributed.get_rank()}")
+
+
+def test_one_rank_writes(ranks, tmp_path):
+    written(tmp_path / "it", "compressed_channel", "llama", WHOLE)
+    ranks.run(2, folders, str(tmp_path))
+    assert differing(tmp_path / "0", tmp_path / "it") == []
+    assert not (tmp_path / "1").exists()

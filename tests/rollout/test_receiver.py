@@ -5,14 +5,17 @@ import weakref
 import pytest
 import torch
 import torch.multiprocessing
+from cases import rounded
 from checkpoints import MIXTRAL, model_of
 from engines import FORMATS, bytes_of, engine_of, trainer_of, unfused
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonfp8
+from tritonfp8 import reference
 from tritonfp8.export import TensorStream
 from tritonfp8.rollout import EngineName, Receiver
+from tritonfp8.specs import MXFP4
 
 CASES = [
     *((kind, format, ranks) for kind in ("llama", "moe") for format in FORMATS for ranks in (1, 2, 4)),
@@ -134,6 +137,27 @@ def test_an_engine_that_transposed_a_weight_and_a_scale_in_e8m0():
     Receiver(engine, format).load(found)
     assert torch.equal(bytes_of(transposed), bytes_of(found[name].t()))
     assert torch.equal(bytes_of(engine[f"{name}_scale"]), bytes_of(found[f"{name}_scale"]))
+
+
+def test_two_codes_a_byte_have_the_values_that_training_read():
+    format, name = "compressed_mxfp4", "model.layers.0.self_attn.qkv_proj.weight"
+    model, engines = trainer_of("llama", format), [engine_of("llama", format, 2, rank) for rank in range(2)]
+    for rank, engine in enumerate(engines):
+        Receiver(engine, format, rank=rank, size=2).load(tritonfp8.export.tensors(model, format))
+    layer = model.model.layers[0].self_attn
+    for rank, engine in enumerate(engines):
+        found = reference.dequantize(
+            engine[f"{name}_packed"], engine[f"{name}_scale"].view(torch.float8_e8m0fnu), *MXFP4.args, torch.bfloat16
+        )
+        parts = [rounded(each.weight.detach(), each.recipe) for each in (layer.q_proj, layer.k_proj, layer.v_proj)]
+        assert torch.equal(found, torch.cat([part.chunk(2)[rank] for part in parts]))
+    # Every byte stands for two numbers, and none for NaN.
+    found = {key: x.clone() for key, x in tritonfp8.export.tensors(model, format)}
+    codes = found["model.layers.0.mlp.down_proj.weight_packed"]
+    codes.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
+    engine = engine_of("llama", format)
+    Receiver(engine, format).load(found)
+    assert torch.equal(engine["model.layers.0.mlp.down_proj.weight_packed"], codes)
 
 
 def test_an_engine_that_made_some_tensors_in_inference_mode():

@@ -126,13 +126,16 @@ def test_odd_sizes(ranks):
     assert ranks.run(2, odd) == [True, True]
 
 
-SHARES = {FORMAT: 1 / 2 + 1 / 8192, "compressed_channel": 1 / 2 + 1 / 256, "compressed_mxfp8": 1 / 2 + 1 / 64}
+SHARES = {
+    FORMAT: 1 / 2 + 1 / 8192, "compressed_channel": 1 / 2 + 1 / 256, "compressed_mxfp8": 1 / 2 + 1 / 64,
+    "compressed_mxfp4": 1 / 4 + 1 / 64,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_bytes_of_each_rank(ranks, format):
-    """Codes are half the bytes of bf16, and scales add one of float32 a block of 128x128, or a row of 512, or a byte a
-    block of 32. Each rank is sent its half of them, and its rows of the vocabulary."""
+    """Codes are half the bytes of bf16, or a quarter, and scales add one of float32 a block of 128x128, or a row of
+    512, or a byte a block of 32. Each rank is sent its half of them, and its rows of the vocabulary."""
     sent, *_ = ranks.run(3, refresh, "llama", format, 1, 2**26)
     weights = [x for name, x in trainer_of("llama", format).named_parameters() if name.endswith("_proj.weight")]
     quantized = sum(x.nbytes for x in weights) * SHARES[format] / 2

@@ -97,6 +97,8 @@ def test_codes_for_an_engine_in_high_precision_is_an_error():
         ),
         ("compressed_mxfp8", FORMAT, r"got torch.uint8 \(512, 16\). The stream is of another format"),
         (FORMAT, "compressed_mxfp8", r"got torch.float32 \(512, 1\). The stream is of another format"),
+        ("compressed_mxfp4", "compressed_mxfp8", r"does not have these tensors of the engine|no place for"),
+        ("compressed_mxfp8", "compressed_mxfp4", r"needs .* torch.uint8 \(512, 32\); got torch.uint8 \(512, 16\)"),
     ],
 )
 def test_another_format(made, told, message):
@@ -104,6 +106,29 @@ def test_another_format(made, told, message):
     before = bits(engine)
     with pytest.raises(ValueError, match=message):
         Receiver(engine, told).load(stream(format=made))
+    assert same(engine, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda codes, scale: {scale: None}, r"needs .*down_proj.weight_scale of torch.uint8 \(512, 16\); got none"),
+        (lambda codes, scale: {scale: torch.full((512, 16), 255, dtype=torch.uint8)}, "weight_scale must be finite"),
+        (lambda codes, scale: {codes: torch.ones(512, 255, dtype=torch.uint8)}, "neither all of .*512, 255"),
+        (lambda codes, scale: {codes: torch.ones(512, 256)}, r"weight_packed is torch.float32, and .* torch.uint8"),
+        (
+            lambda codes, scale: {codes: None, codes.removesuffix("_packed"): torch.ones(512, 512).bfloat16()},
+            "no place for|does not have",
+        ),
+    ],
+)
+def test_damaged_codes_of_two_a_byte(change, message):
+    format, name = "compressed_mxfp4", "model.layers.0.mlp.down_proj.weight"
+    found, engine = dict(stream(format=format)), engine_of("llama", format)
+    changes, before = change(f"{name}_packed", f"{name}_scale"), bits(engine)
+    found = {key: x for key, x in (found | changes).items() if x is not None}
+    with pytest.raises(ValueError, match=message):
+        Receiver(engine, format).load(found)
     assert same(engine, before)
 
 

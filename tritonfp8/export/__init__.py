@@ -24,7 +24,7 @@ from tritonfp8.export.matching import CODES, check_names, check_patterns, matche
 from tritonfp8.export.reading import load, load_any, load_tensors
 from tritonfp8.export.report import ExportedLayer, ExportReport, LoadedLayer, LoadReport
 from tritonfp8.export.stream import TensorStream, plan, tensors
-from tritonfp8.export.writing import save
+from tritonfp8.export.writing import attempt, save, settled
 
 __all__ = [
     "CHECKPOINT_FORMATS",

@@ -3,7 +3,8 @@
 A checkpoint format is a row of a table. Its config is what an engine finds as ``quantization_config`` in config.json.
 
 Sources: the checkpoints of DeepSeek-V3, and ``FineGrainedFP8Config`` of transformers; ``QuantizationConfig``, the
-presets FP8_DYNAMIC, FP8_BLOCK and MXFP8, and the compressors of compressed-tensors 0.20.
+presets FP8_DYNAMIC, FP8_BLOCK, MXFP8 and NVFP4, and the compressors of compressed-tensors 0.20; for NVFP4 of ModelOpt
+``NVFP4Tensor`` of torchao 0.18, and the checkpoints that NVIDIA publishes.
 """
 
 from __future__ import annotations
@@ -12,17 +13,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, MXFP4, ROWWISE, TENSORWISE, QuantSpec
+from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, MXFP4, NVFP4, ROWWISE, TENSORWISE, QuantSpec
 from tritonfp8.specs.checks import require
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 UE8M0 = "ue8m0"
 REFUSED_EXPERTS = "transformers 5 refuses experts in this format: for it leave them out by filter"
+
+
+class GlobalScale(NamedTuple):
+    """The scale of a whole tensor, float32, beside the scales of its blocks, which are e4m3.
+
+    Attributes:
+        name: the last part of its name.
+        divides: whether the scales of blocks are divided by it; else they are multiplied.
+    """
+
+    name: str
+    divides: bool
+
+    def of(self, scale: Tensor, whole: Tensor) -> Tensor:
+        """The float32 scales of blocks with the scale of the tensor, rounded once."""
+        return scale.float() / whole if self.divides else scale.float() * whole
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class CheckpointFormat:
         note_on_experts: which engine does not read experts in this format; empty if none is known.
         codes_end: how the name of the codes ends, in place of ``weight`` or behind the name of a weight of experts.
         is_blocked: whether the last dim of codes is the bytes of a block, and the dim before it the blocks.
+        global_scale: of a format with a second scale, for the whole tensor.
     """
 
     name: str
@@ -56,6 +74,7 @@ class CheckpointFormat:
     note_on_experts: str = ""
     codes_end: str = "weight"
     is_blocked: bool = False
+    global_scale: GlobalScale | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,6 +86,16 @@ class CheckpointFormat:
         """Dtype of the scale in a file: float32, or uint8 for an exponent biased by 127."""
         scales = SCALE_FORMATS[self.spec.scale_format]
         return torch.uint8 if scales.exponent_only else scales.dtype
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes that programs give the scale in a file."""
+        scales = SCALE_FORMATS[self.spec.scale_format]
+        if self.global_scale is not None:
+            return (torch.float8_e4m3fn,)
+        if scales.exponent_only:
+            return torch.uint8, scales.dtype
+        return torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the codes in a file, for a weight of ``shape``."""
@@ -87,6 +116,24 @@ class CheckpointFormat:
     def scale_of(self, weight: str) -> str:
         """The name of the scale of a weight, by its name."""
         return weight.removesuffix("weight") + self.scale_name
+
+    def scale_beside(self, codes: str) -> str:
+        """The name of the scale, by the name of the codes of a weight."""
+        return self.scale_of(codes.removesuffix(self.codes_end) + "weight" if codes.endswith(self.codes_end) else codes)
+
+    def scale_read(self, shape: Sequence[int], scale: Tensor, whole: Tensor | None = None) -> Tensor:
+        """The scale of codes of ``shape`` in the dtype and shape of the spec.
+
+        Args:
+            shape: of the weight.
+            scale: as in a file.
+            whole: the scale of the whole tensor, if the format has one.
+        """
+        x = scale.reshape(self.spec.scale_shape(shape))
+        if self.global_scale is not None and whole is not None:
+            return self.global_scale.of(x, whole)
+        scales = SCALE_FORMATS[self.spec.scale_format]
+        return x.view(scales.dtype) if scales.exponent_only else x.to(scales.dtype)
 
     def check_scale(self, name: str, scale: Tensor, layer: str) -> None:
         """Raise ValueError for a scale, as in a file or in the spec's dtype, that is NaN, infinite or negative."""
@@ -130,6 +177,7 @@ READ_SCALES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "fp8": ("weight_scale_inv", "weight_scale", "scale"),
         "compressed-tensors": ("weight_scale",),
+        "modelopt": ("weight_scale",),
         "mxfp4": ("_scales",),
     }
 )
@@ -203,6 +251,18 @@ CHECKPOINT_FORMATS: Mapping[str, CheckpointFormat] = MappingProxyType({row.name:
 _READ_ROWS = (
     # gpt-oss: the weights of experts [E, N, K] as X_blocks [E, N, K/32, 16] and X_scales [E, N, K/32].
     CheckpointFormat("mxfp4", "mxfp4", MXFP4, "_scales", (1, BLOCK_1X32[1]), codes_end="_blocks", is_blocked=True),
+    _compressed(
+        "compressed_nvfp4",
+        NVFP4,
+        {"strategy": "tensor_group", "group_size": NVFP4.block[1]},
+        None,
+        format="nvfp4-pack-quantized",
+        codes_end="weight_packed",
+        global_scale=GlobalScale("weight_global_scale", True),
+    ),
+    CheckpointFormat(
+        "modelopt_nvfp4", "modelopt", NVFP4, "weight_scale", global_scale=GlobalScale("weight_scale_2", False)
+    ),
 )
 READ_FORMATS: Mapping[str, CheckpointFormat] = MappingProxyType({row.name: row for row in _READ_ROWS})
 """Checkpoint formats that are read and not written, by name."""

@@ -19,10 +19,7 @@ _CODES = (("type", "int", "float"), ("symmetric", True, True), ("dynamic", False
 # What transformers calls scales that are no powers of two.
 FLOAT = "float"
 # Layouts that are not read here: what they are, and what reads them.
-_ELSEWHERE = {
-    "modelopt": ("NVIDIA ModelOpt (one scale a tensor, or NVFP4)", "TensorRT-LLM, vLLM and SGLang"),
-    "fbgemm_fp8": ("FBGEMM (one scale a row)", "transformers with fbgemm-gpu, and vLLM"),
-}
+_ELSEWHERE = {"fbgemm_fp8": ("FBGEMM (one scale a row)", "transformers with fbgemm-gpu, and vLLM")}
 
 
 class FormatGroup(NamedTuple):
@@ -50,13 +47,16 @@ def groups(config: Mapping[str, Any]) -> list[FormatGroup]:
     """
     method = config.get("quant_method")
     if isinstance(method, str) and method in _ELSEWHERE:
-        what, readers = _ELSEWHERE[method]
-        raise ValueError(
-            f"quant_method {method!r} is the layout of {what}, which {readers} read. load reads "
-            f"{' and '.join(map(repr, _READERS))}: take a checkpoint of these, or one in high precision"
-        )
+        raise _elsewhere(repr(method), *_ELSEWHERE[method])
     require("quant_method of the quantization config", method, tuple(_READERS))
     return _READERS[str(method)](config)
+
+
+def _elsewhere(method: str, what: str, readers: str) -> ValueError:
+    return ValueError(
+        f"quant_method {method} is the layout of {what}, which {readers} read. load reads "
+        f"{' and '.join(map(repr, _READERS))}: take a checkpoint of these, or one in high precision"
+    )
 
 
 def specs_of(folder: Path) -> list[QuantSpec]:
@@ -97,10 +97,14 @@ def _activations(config: Mapping[str, Any]) -> object:
 def scales_of_activations(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The last parts of the names of the static scales of activations that a config, which was read, speaks of."""
     schemes = config.get("config_groups") or {}
-    inputs = (scheme.get("input_activations") for scheme in schemes.values())
-    is_static = any(isinstance(each, dict) and not each.get("dynamic", False) for each in inputs)
+    inputs = [scheme.get("input_activations") for scheme in schemes.values()]
+    # A tensor that has scales of blocks, too, is "local": these are dynamic.
+    is_static = any(isinstance(each, dict) and each.get("dynamic", False) in (False, None, "local") for each in inputs)
+    if config.get("quant_method") == "modelopt":
+        # Caches of keys and values have their scales beside the layers that make these.
+        return ("input_scale", "k_scale", "v_scale")
     if is_static or _activations(config) == "static":
-        return ("input_scale", "activation_scale")
+        return ("input_scale", "activation_scale", "input_global_scale")
     return ()
 
 
@@ -125,10 +129,24 @@ def _experts(config: Mapping[str, Any]) -> list[FormatGroup]:
     return [FormatGroup(("re:.*",), READ_FORMATS["mxfp4"])]
 
 
+def _modelopt(config: Mapping[str, Any]) -> list[FormatGroup]:
+    if (algorithm := config.get("quant_algo")) != "NVFP4":
+        what = "NVIDIA ModelOpt (one scale a tensor, or others), of which NVFP4 is read"
+        raise _elsewhere(f"'modelopt' with quant_algo {algorithm!r}", what, "TensorRT-LLM, vLLM and SGLang")
+    row = READ_FORMATS["modelopt_nvfp4"]
+    sizes = [config, *((scheme.get("weights") or {}) for scheme in (config.get("config_groups") or {}).values())]
+    for each in sizes:
+        require("group_size of the quantization config", each.get("group_size", row.spec.block[1]), row.spec.block[1:])
+    for key in ("ignore", "exclude_modules"):
+        _names(key, config.get(key) or [])
+    return [FormatGroup(("re:.*",), row)]
+
+
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], list[FormatGroup]]] = {
     "fp8": _fine_grained,
     "compressed-tensors": _compressed,
     "mxfp4": _experts,
+    "modelopt": _modelopt,
 }
 
 

@@ -114,7 +114,7 @@ def find_config(folder: Path) -> dict[str, Any] | None:
                 raise ValueError(f"{ENTRY} of {folder / name} must be a JSON object; got {type(config).__name__}")
             return config
     if (folder / MODELOPT_CONFIG).is_file():
-        return {"quant_method": "modelopt"}
+        return {**(_read_json(folder / MODELOPT_CONFIG).get("quantization") or {}), "quant_method": "modelopt"}
     if codes := _codes_in(folder):
         raise ValueError(
             f"{folder} has no quantization config ({_MISSING}), and {codes} has codes, whose blocks the config would "

@@ -19,9 +19,9 @@ from tritonfp8.export.configs import FormatGroup, row_of
 from tritonfp8.export.experts import Part, all_parts
 from tritonfp8.export.files import Stored
 from tritonfp8.export.places import Owner, Place
-from tritonfp8.specs import BLOCKS
+from tritonfp8.specs import block_of
 from tritonfp8.specs.checks import require_type
-from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES, SCALE_FORMATS
+from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.specs.naming import listed
 
 # What a scale of codes is called begins so. Other scales beside a weight are of activations and caches.
@@ -30,7 +30,6 @@ _EVERY = (*CHECKPOINT_FORMATS.values(), *READ_FORMATS.values())
 # The ends of names of codes, where a byte holds several.
 _PACKED = tuple(row.codes_end for row in _EVERY if row.codes_end != "weight")
 CODES = frozenset(row.dtype for row in CHECKPOINT_FORMATS.values() if row.codes_end == "weight")
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Placed(NamedTuple):
@@ -43,6 +42,7 @@ class Placed(NamedTuple):
         scale: with codes, the name of their scale.
         row: with codes, their format.
         part: of a weight of experts, the part that it becomes; else None.
+        whole: the name of the scale of the whole tensor, if the format has one.
     """
 
     name: str
@@ -51,6 +51,12 @@ class Placed(NamedTuple):
     scale: str | None = None
     row: CheckpointFormat | None = None
     part: Part | None = None
+    whole: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name in the checkpoint, and the names of its scales."""
+        return tuple(name for name in (self.name, self.scale, self.whole) if name is not None)
 
     @property
     def owner(self) -> nn.Module:
@@ -247,6 +253,16 @@ def _scale_of(weight: str, row: CheckpointFormat, others: Collection[str]) -> st
     raise ValueError(f"{what}; got no scale. The checkpoint is incomplete")
 
 
+def _whole_of(weight: str, row: CheckpointFormat, others: Collection[str]) -> str | None:
+    """The name of the scale of the whole tensor, if the format has one. Raises ValueError if there is none."""
+    if row.global_scale is None:
+        return None
+    name = _beside(weight, row.global_scale.name)
+    if name not in others:
+        raise ValueError(f"{weight} has codes of {row.name!r} and needs {name}; got none. The checkpoint is incomplete")
+    return name
+
+
 def _check_ignored(ignored: Iterable[str], jobs: Iterable[Placed]) -> None:
     """Raise ValueError for a scale of codes that a pattern leaves out: the values would be others."""
     weights = {_beside(job.name, ""): job for job in jobs if job.row is not None}
@@ -266,6 +282,8 @@ def _jobs(
     """What is read where, and the names of the tensors that nothing reads."""
     jobs, used = [], set()
     others = stored.keys() - of_name.keys() - parts.keys()
+    # Whether bytes under the name of a weight are codes.
+    has_bytes = any((group.row.dtype, group.row.codes_end) == (torch.uint8, "weight") for group in found)
     for name, header in stored.items():
         part = parts.get(name)
         place = of_name.get(name) if part is None else part.place
@@ -273,7 +291,7 @@ def _jobs(
             continue
         used.add(name)
         job = Placed(name, header, place, part=part)
-        is_packed = header.dtype is torch.uint8 and name_of_weight(name) != name
+        is_packed = header.dtype is torch.uint8 and (name_of_weight(name) != name or has_bytes)
         if header.dtype not in CODES and not is_packed:
             jobs.append(job)
             continue
@@ -283,9 +301,8 @@ def _jobs(
                 f"{name} has {header.dtype} codes, and no group of the config names its layer: the config is of "
                 "another checkpoint"
             )
-        scale = _scale_of(name, row, others)
-        used.add(scale)
-        jobs.append(job._replace(row=row, scale=scale))
+        jobs.append(job._replace(row=row, scale=_scale_of(name, row, others), whole=_whole_of(name, row, others)))
+        used.update(jobs[-1].names)
     return jobs, [name for name in stored if name not in used]
 
 
@@ -342,19 +359,19 @@ def _check_job(job: Placed, stored: Mapping[str, Stored]) -> None:
     if len(job.shape) != 2 and not is_experts:
         raise ValueError(f"{job.name} has {header.dtype} codes and must be a matrix [N, K]; got {header.shape}")
     _check_scale(job.name, str(job.scale), job.shape, stored[str(job.scale)], job.row)
+    if job.whole is not None and (header := stored[job.whole])[1:] not in ((torch.float32, ()), (torch.float32, (1,))):
+        raise ValueError(f"{job.whole} must be one value in torch.float32; got {header.shape} in {header.dtype}")
 
 
 def _check_scale(name: str, scale: str, shape: tuple[int, ...], header: Stored, row: CheckpointFormat) -> None:
-    scales = SCALE_FORMATS[row.spec.scale_format]
-    dtypes = (torch.uint8, scales.dtype) if scales.exponent_only else (*_SCALE_DTYPES, torch.float8_e8m0fnu)
-    if header.dtype not in dtypes:
-        raise ValueError(f"{scale} must be {' or '.join(map(str, dtypes))}; got {header.dtype}")
+    if header.dtype not in row.scale_dtypes:
+        raise ValueError(f"{scale} must be {' or '.join(map(str, row.scale_dtypes))}; got {header.dtype}")
     expected = row.scale_shape(shape)
     whole = row.spec.scale_shape(shape)
     # One scale, or one a row, comes also without the dims of size 1.
     flat = tuple(size for size in whole if size != 1)
     if header.shape not in (expected, whole) and not (len(header.shape) < 2 and header.shape in (flat, (*flat, 1)[:1])):
         raise ValueError(
-            f"{scale} must have shape {expected}, for blocks of {BLOCKS[row.spec.block].name} of {name} {shape}; got "
+            f"{scale} must have shape {expected}, for blocks of {block_of(row.spec.block).name} of {name} {shape}; got "
             f"{header.shape}. The config and the tensors are of different checkpoints, or the config is wrong"
         )

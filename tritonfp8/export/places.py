@@ -86,17 +86,6 @@ def places(model: nn.Module) -> list[Place]:
     return list(found.values())
 
 
-def check_whole(found: Iterable[Place], what: str) -> None:
-    """Raise ValueError for a sharded tensor (a DTensor), which ``what`` does not take."""
-    for place in found:
-        if is_distributed(place.tensor):
-            raise ValueError(
-                f"{place.name} is sharded (a {type(place.tensor).__name__}): {what} needs whole tensors. Gather the "
-                "weights into a model that is not sharded, by torch.distributed.checkpoint.state_dict."
-                "get_model_state_dict with full_state_dict=True"
-            )
-
-
 def check_has_memory(found: Iterable[Place]) -> None:
     """Raise ValueError for a sharded tensor on the meta device, which a whole one cannot replace."""
     for place in found:

@@ -44,7 +44,7 @@ from tritonfp8.layers.stored import (
     replacing,
     stored_part,
 )
-from tritonfp8.specs import QuantSpec, expands_to, scale_shape
+from tritonfp8.specs import READ_SPECS, QuantSpec, expands_to, scale_shape
 from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.specs.naming import listed
@@ -61,12 +61,12 @@ def load(
     """Read a checkpoint in 8 bits into a model, in place; weights are dequantized.
 
     Reads what :func:`save` writes, and checkpoints of DeepSeek, transformers, llm-compressor and compressed-tensors in
-    the formats of :func:`plan`, and in MXFP4 (gpt-oss; ``mxfp4-pack-quantized``): safetensors files beside
-    ``config.json``. Codes with a scale are dequantized as ``float32(code) * float32(scale)``, rounded once to the dtype
-    of the parameter. Scales that are powers of two lose nothing in bfloat16, but for magnitudes below 2^-133. Whether a
-    layer is in 8 bits is what its tensors say; the config says in which blocks. Of sharded models every rank reads
-    whole tensors, one at a time, and keeps its part. Stored weights on the meta device take the codes of MXFP4, if
-    their recipe reads these; others take the values.
+    the formats of :func:`plan`, in MXFP4 (gpt-oss; ``mxfp4-pack-quantized``) and NVFP4 (``nvfp4-pack-quantized``,
+    ModelOpt): safetensors files beside ``config.json``. Codes with a scale are dequantized as ``float32(code) *
+    float32(scale)``, rounded once to the dtype of the parameter. Scales that are powers of two lose nothing in
+    bfloat16, but for magnitudes below 2^-133. Whether a layer is in 8 bits is what its tensors say; the config says in
+    which blocks. Of sharded models every rank reads whole tensors, one at a time, and keeps its part. Stored weights on
+    the meta device take the codes of MXFP4, if their recipe reads these; others take the values.
 
     Args:
         model: converted or not. Parameters stay the same objects, except on the meta device, where they are replaced
@@ -106,6 +106,7 @@ def load_any(model: nn.Module, root: Path, device: torch.device) -> LoadReport:
 def _load(
     model: nn.Module, root: Path, config: dict[str, Any] | None, patterns: Collection[str], device: torch.device
 ) -> LoadReport:
+    reshard(model)
     stored = stored_tensors(root)
     matched = matched_with(model, stored, config, patterns)
     with opened_all(root, stored) as read:
@@ -156,6 +157,7 @@ def load_tensors(
     model = bare(model)
     patterns, found = patterns_of(ignore), groups(checkpoint_format(format, "pow2", None).config(()))
     given = given_tensors(tensors)
+    reshard(model)
     matched = _matched(model, headers_of(given), found, patterns)
     _check_scales(matched.jobs, given.__getitem__)
     ready = list(prepared(matched.jobs, given.__getitem__, torch.device(device)))
@@ -171,7 +173,6 @@ def _matched(
     patterns: Collection[str],
     static: Collection[str] = (),
 ) -> Match:
-    reshard(model)
     model_places = places(model)
     check_has_memory(model_places)
     # By it classes of transformers name tensors of their checkpoints that they do not read.
@@ -197,9 +198,7 @@ def _scale(job: Placed, read: Read) -> Tensor:
     """The scale of a job, in the dtype and shape of its spec."""
     assert job.scale is not None
     assert job.row is not None
-    x = read(job.scale).reshape(job.row.spec.scale_shape(job.shape))
-    scales = SCALE_FORMATS[job.row.spec.scale_format]
-    return x.view(scales.dtype) if scales.exponent_only else x.to(scales.dtype)
+    return job.row.scale_read(job.shape, *(read(name) for name in job.names[1:]))
 
 
 class Prepared(NamedTuple):
@@ -218,6 +217,8 @@ class Prepared(NamedTuple):
 def _check_scales(jobs: Iterable[Placed], read: Read) -> None:
     for job in jobs:
         if job.row is not None:
+            if job.whole is not None:
+                job.row.check_scale(job.whole, read(job.whole), job.layer)
             job.row.check_scale(str(job.scale), _scale(job, read), job.layer)
 
 
@@ -364,7 +365,7 @@ def _stacked_codes(jobs: list[Placed], read: Read, device: torch.device) -> Stor
     experts, n, k = target.shape
     specs = {None if job.row is None else job.row.spec for job in jobs}
     spec = specs.pop()
-    if spec is None or specs or target.dtype not in DTYPES:
+    if spec is None or specs or target.dtype not in DTYPES or spec.args[0] in READ_SPECS:
         return None
     parts = [job.part for job in jobs if job.part is not None]
     rows = min((rows_of_block(spec, part) or 0 for part in parts), default=0)

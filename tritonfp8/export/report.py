@@ -14,7 +14,7 @@ from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.linear import is_converted
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.layers.stored import DTYPES, StoredMatrices, StoredWeight
-from tritonfp8.specs import BLOCKS, EXPANDED
+from tritonfp8.specs import EXPANDED, block_of
 from tritonfp8.specs.naming import columns, repeated
 from tritonfp8.specs.quantized import Quantized
 from tritonfp8.specs.testing import sqnr
@@ -148,7 +148,7 @@ def _loaded_layer(
 
 def shown_format(row: CheckpointFormat) -> str:
     """The format of a weight as a report names it."""
-    return f"{row.name} {BLOCKS[row.spec.block].name}"
+    return f"{row.name} {block_of(row.spec.block).name}"
 
 
 def loaded(owner: Any, shown: str, weight: Tensor, read: Quantized) -> LoadedLayer:

@@ -88,7 +88,7 @@ def quantize_shards(*args: Any) -> None:
 
 
 def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
-    return torch.empty(spec_of(spec, packed=True).shape_of(qdata.shape), dtype=dtype, device=qdata.device)
+    return torch.empty(spec_of(spec, packed=True, read=True).shape_of(qdata.shape), dtype=dtype, device=qdata.device)
 
 
 def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor]:

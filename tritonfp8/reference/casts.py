@@ -268,7 +268,7 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
         ``dtype``, ``[..., K]``; infinite where the result is beyond float32 or ``dtype``. The largest
         float32 values may have a code and scale that stand for 2^128 (see :class:`~tritonfp8.QuantSpec`).
     """
-    s = spec_of(spec, packed=True)
+    s = spec_of(spec, packed=True, read=True)
     values = values_of(qdata, FORMATS[s.format])
     return (values * spread(scale.float(), values.shape, s.block)).to(dtype)
 

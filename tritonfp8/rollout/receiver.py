@@ -14,6 +14,7 @@ from tritonfp8.export import (
     CODES,
     Stored,
     TensorStream,
+    attempt,
     check_names,
     check_patterns,
     checkpoint_format,
@@ -22,13 +23,15 @@ from tritonfp8.export import (
 )
 from tritonfp8.rollout.names import ENGINE_NAMES, EngineName, by_expert, content_of
 from tritonfp8.rollout.shards import EngineRank, Piece, cut, pieces_of, scale_piece
-from tritonfp8.rollout.transfer import announced, attempt, settle, take, whole_group
+from tritonfp8.rollout.transfer import announced, settle, take, whole_group
 from tritonfp8.specs import TENSORWISE
 from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
 
 # Two dtypes of one meaning for an exponent biased by 127.
 _EXPONENTS = {torch.uint8, torch.float8_e8m0fnu}
+# Codes and exponents: values are in none of these.
+_BYTES = {*CODES, *_EXPONENTS}
 
 
 class Receiver:
@@ -164,11 +167,11 @@ class Receiver:
             for name in names:
                 _check_dtype(name, headers[name].dtype, target, x.dtype)
             new = pieces_of(target, x.shape, content, headers, self._rank)
-            if x.dtype in CODES:
+            if self._has_codes(target, x.dtype):
                 self._check_scale(target)
                 new += [scale_piece(piece, headers[piece.name].shape, self._row) for piece in new]
-                used.update(map(self._row.scale_of, names))
-                filled.add(self._row.scale_of(target))
+                used.update(map(self._row.scale_beside, names))
+                filled.add(self._row.scale_beside(target))
             found += new
             used.update(names)
             filled.add(target)
@@ -179,15 +182,19 @@ class Receiver:
         order = {name: at for at, name in enumerate(headers)}
         return sorted(found, key=lambda piece: order[piece.name])
 
+    def _has_codes(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a tensor of the stream or the engine has codes: by its dtype, or by name if bytes have several."""
+        return dtype in CODES or (dtype == self._row.dtype and name.endswith(self._row.codes_end))
+
     def _scales(self, headers: Mapping[str, Stored]) -> set[str]:
         """The names of the scales of all codes. Raises ValueError for codes of another format."""
         row, found = self._row, set()
         for name, (_, dtype, shape) in headers.items():
-            if dtype not in CODES:
+            if not self._has_codes(name, dtype):
                 continue
             if len(shape) != 2:
                 raise ValueError(f"{name} has codes and must be a matrix [N, K]; got {shape}")
-            scale, expected = row.scale_of(name), row.scale_shape(shape)
+            scale, expected = row.scale_beside(name), row.scale_shape(row.spec.shape_of(shape))
             got = headers.get(scale)
             if got != ("", row.scale_dtype, expected):
                 raise ValueError(
@@ -200,7 +207,7 @@ class Receiver:
     def _check_scale(self, target: str) -> None:
         """Raise ValueError for codes of the engine that have no scale of this format beside them."""
         row, shape = self._row, tuple(self._tensors[target].shape)
-        scale, expected = row.scale_of(target), (*shape[:-2], *row.scale_shape(shape[-2:]))
+        scale, expected = row.scale_beside(target), (*shape[:-2], *row.scale_shape(row.spec.shape_of(shape[-2:])))
         got = self._tensors.get(scale)
         if got is None or tuple(got.shape) != expected:
             raise ValueError(
@@ -239,7 +246,7 @@ def _taken(stream: TensorStream, pieces: Iterable[Piece]) -> list[tuple[Piece, T
 def _check_dtype(name: str, dtype: torch.dtype, target: str, needed: torch.dtype) -> None:
     if dtype == needed or {dtype, needed} == _EXPONENTS:
         return
-    if (dtype in CODES) != (needed in CODES):
+    if (dtype in _BYTES) != (needed in _BYTES) or (dtype in CODES) != (needed in CODES):
         raise ValueError(
             f"{name} is {dtype}, and {target} of the engine {needed}: the engine must have the quantization config of "
             "the export, which says which layers have codes"

@@ -140,13 +140,15 @@ def _spans(local: int, sizes: Sequence[int], shard: EngineRank, row: EngineName 
 
 
 def scale_piece(piece: Piece, shape: Sequence[int], row: CheckpointFormat) -> Piece:
-    """The piece of the scale of codes ``[N, K]``, by the piece of the codes.
+    """The piece of the scale of codes ``[N, K]``, or of bytes of several, by the piece of the codes.
 
     Raises:
         ValueError: an edge of the piece lies inside of a block, which has one scale.
     """
     box, into = [], []
-    for block, size, (start, length), (to, _) in zip(row.spec.block, shape, piece.box, piece.into[-2:], strict=True):
+    # In elements of the codes: a byte may have several.
+    blocks = row.spec.qdata_shape(row.spec.block)
+    for block, size, (start, length), (to, _) in zip(blocks, shape, piece.box, piece.into[-2:], strict=True):
         stop = start + length
         if block == -1:
             box.append((0, 1))
@@ -160,5 +162,5 @@ def scale_piece(piece: Piece, shape: Sequence[int], row: CheckpointFormat) -> Pi
             )
         box.append((start // block, -(-length // block)))
         into.append((to // block, -(-length // block)))
-    target = row.scale_of(piece.target)
-    return Piece(row.scale_of(piece.name), tuple(box), target, (*piece.into[:-2], *into), is_scale=True)
+    target = row.scale_beside(piece.target)
+    return Piece(row.scale_beside(piece.name), tuple(box), target, (*piece.into[:-2], *into), is_scale=True)

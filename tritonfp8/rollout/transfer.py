@@ -7,19 +7,18 @@ is told in the next step that all take part in; nothing is written before the la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonfp8.export import Stored, TensorStream
+from tritonfp8.export import Stored, TensorStream, attempt, settled
 from tritonfp8.rollout.shards import Box, cut
 
 # Parts begin at multiples of it, so that their bytes can be read as their dtype, and copied fast.
 _ALIGNED = 16
-T = TypeVar("T")
 _Header = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -79,14 +78,6 @@ def whole_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What a function makes, or its error, which is told in the next step of all ranks."""
-    try:
-        return make(), None
-    except Exception as error:
-        return None, error
-
-
 def announced(group: dist.ProcessGroup, src: int, mine: Any = None) -> tuple[Any, int]:
     """Headers and the bytes of a bucket, as the rank ``src`` has them; None if it has an error."""
     found = [mine]
@@ -96,22 +87,12 @@ def announced(group: dist.ProcessGroup, src: int, mine: Any = None) -> tuple[Any
 
 
 def settle(group: dist.ProcessGroup | None, error: Exception | None, mine: Any = None) -> list[Any]:
-    """What each rank of the group hands in; of this rank only, without a group.
+    """As :func:`tritonfp8.export.settled`, of weights that are sent."""
 
-    Raises:
-        Exception: ``error``, if there is one.
-        RuntimeError: another rank has one.
-    """
-    text = None if error is None else f"{type(error).__name__}: {error}"
-    found: list[Any] = [(0, text, mine)]
-    if group is not None:
-        found = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, (dist.get_rank(), text, mine), group=group)
-    if error is not None:
-        raise error
-    if texts := [f"rank {rank}: {text}" for rank, text, _ in found if text is not None]:
-        raise RuntimeError("weights were not sent, and no engine has changed: " + "\n".join(texts))
-    return [each for _, _, each in found]
+    def stopped(texts: str) -> RuntimeError:
+        return RuntimeError(f"weights were not sent, and no engine has changed: {texts}")
+
+    return settled(() if group is None else (group,), error, mine, stopped)
 
 
 def take(group: dist.ProcessGroup, src: int, headers: Sequence[_Header], bucket_bytes: int) -> list[Tensor]:

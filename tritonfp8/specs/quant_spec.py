@@ -19,6 +19,7 @@ COLUMNWISE = (-1, 1)
 BLOCK_1X128 = (1, 128)
 BLOCK_128X128 = (128, 128)
 BLOCK_1X32 = (1, 32)
+BLOCK_1X16 = (1, 16)
 
 GROUP_LAYOUTS = ("rows", "columns", "matrices")
 """Where the groups of :class:`~tritonfp8.specs.quantized.QuantizedGroups` lie."""
@@ -59,6 +60,9 @@ BLOCKS: Mapping[tuple[int, int], Block] = MappingProxyType(
     }
 )
 
+READ_BLOCKS = MappingProxyType({BLOCK_1X16: Block("1x16", ("fp32",), "none", formats=("e2m1",))})
+"""Blocks of codes that are only read, from checkpoints: nothing quantizes to them, and no GEMM multiplies them."""
+
 ACCUMULATIONS = ("precise", "fast")
 ACTIVATIONS = ("relu", "gelu", "silu")
 
@@ -70,7 +74,8 @@ class QuantSpec:
     Attributes:
         format: the element format: ``"e4m3"`` or ``"e5m2"``; or ``"e2m1"``, two codes a byte (MXFP4, ``(1, 32)`` only).
         block: ``(rows, cols)`` of the last two dims that share one scale; -1 is the whole dimension. One of
-            ``(-1, -1)`` (tensorwise), ``(1, -1)`` (rowwise), ``(1, 128)``, ``(128, 128)`` and ``(1, 32)``.
+            ``(-1, -1)`` (tensorwise), ``(1, -1)`` (rowwise), ``(1, 128)``, ``(128, 128)`` and ``(1, 32)``; or
+            ``(1, 16)``, of codes that were read (NVFP4).
         scale_format: ``"fp32"``, or ``"e8m0"`` (a power of two in one byte; MX, ``(1, 32)`` only).
         scale_rounding: ``"none"`` (fp32 only), ``"pow2"`` (a power of two that never saturates), or ``"floor"``
             (e8m0 only; the OCP MX rule, which may saturate the largest element).
@@ -97,9 +102,9 @@ class QuantSpec:
         if not isinstance(self.block, tuple) or not all(type(b) is int for b in self.block):
             raise TypeError(f"block must be a pair of ints (rows, cols); got {self.block!r}")
         require("format", self.format, tuple(FORMATS))
-        require("block", self.block, tuple(BLOCKS))
+        require("block", self.block, (*BLOCKS, *READ_BLOCKS))
         require("scale_format", self.scale_format, tuple(SCALE_FORMATS))
-        block = BLOCKS[self.block]
+        block = block_of(self.block)
         if self.format not in block.formats:
             takes = [entry.name for entry in BLOCKS.values() if self.format in entry.formats]
             raise ValueError(
@@ -122,7 +127,7 @@ class QuantSpec:
 
     def __str__(self) -> str:
         rounding = "" if self.scale_rounding == "none" else f" {self.scale_rounding}"
-        return f"{self.format} {BLOCKS[self.block].name} ({self.scale_format}{rounding})"
+        return f"{self.format} {block_of(self.block).name} ({self.scale_format}{rounding})"
 
     def __deepcopy__(self, memo: object) -> QuantSpec:
         return self
@@ -166,6 +171,11 @@ class QuantSpec:
         return (*qdata_shape[:-1], *(size * FORMATS[self.format].codes_a_byte for size in qdata_shape[-1:]))
 
 
+def block_of(block: tuple[int, int]) -> Block:
+    """The row of a block shape, also of codes that are only read."""
+    return BLOCKS.get(block) or READ_BLOCKS[block]
+
+
 def _valid_specs() -> Iterator[QuantSpec]:
     for format, (block, entry) in itertools.product(FORMATS, BLOCKS.items()):
         for scale_format in entry.scale_formats if format in entry.formats else ():
@@ -179,21 +189,29 @@ EXPANDED = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
 MXFP4 = QuantSpec("e2m1", BLOCK_1X32, "e8m0", "floor")
 """MXFP4 with the scales of the OCP specification: 4.25 bits a value."""
 
+NVFP4 = QuantSpec("e2m1", BLOCK_1X16, "fp32", "none")
+"""NVFP4 of a checkpoint: its scale is the product, in float32, of the e4m3 scale of a block and the tensor's scale."""
+
 SPECS: Mapping[str, QuantSpec] = MappingProxyType({spec.args[0]: spec for spec in _valid_specs()})
-"""Every spec, by its text."""
+"""Every spec by which tensors are quantized, by its text."""
+
+READ_SPECS: Mapping[str, QuantSpec] = MappingProxyType({NVFP4.args[0]: NVFP4})
+"""Every spec of codes that are only read, by its text."""
 
 
-def spec_of(text: str, packed: bool = False) -> QuantSpec:
+def spec_of(text: str, packed: bool = False, read: bool = False) -> QuantSpec:
     """The spec whose text (:attr:`QuantSpec.args`) an op was called with.
 
     Args:
         text: of the spec.
-        packed: whether the caller takes formats of several codes a byte. Few ops do.
+        packed, read: whether the caller takes formats of several codes a byte; and codes that are only read.
 
     Raises:
         ValueError: ``text`` is not the text of a spec, or of a spec that the caller does not take.
     """
-    spec = SPECS.get(text)
+    spec = SPECS.get(text) or (READ_SPECS.get(text) if read else None)
+    if spec is None and text in READ_SPECS:
+        raise ValueError(f"codes of {READ_SPECS[text]} are only read: dequantize takes them, and no other op does")
     if spec is None:
         raise ValueError(
             "an op takes a spec as the text format:block:scale_format:scale_rounding, such as 'e4m3:1x128:fp32:pow2' "
@@ -290,10 +308,9 @@ def expands_to(spec: QuantSpec, to: QuantSpec) -> bool:
     ``to`` has a scale a row, as ``expand_codes`` makes it, which tells what it rounds; or the blocks of ``spec``, with
     which e4m3 holds every value.
     """
-    return spec.format not in BYTE_FORMATS and to in (
-        EXPANDED,
-        QuantSpec(EXPANDED.format, spec.block, spec.scale_format, "pow2"),
-    )
+    if spec.format in BYTE_FORMATS or spec.block not in BLOCKS:
+        return False
+    return to in (EXPANDED, QuantSpec(EXPANDED.format, spec.block, spec.scale_format, "pow2"))
 
 
 def check_transposable(spec: QuantSpec, spec_t: QuantSpec) -> None:

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from adapter_kinds import COLUMNS, KINDS, REFUSED, UNMERGED, adapted, kind_names
+from adapter_kinds import COLUMNS, INITS, KINDS, REFUSED, UNMERGED, adapted, initialized, kind_names
 from checkpoints import EXPERTS, WHOLE, are_equal, model_of
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from pretrained_cases import FORMATS, IDS, train, values, written
@@ -84,6 +84,33 @@ def test_adapters_train_to_the_bits_of_a_plain_base(tmp_path, base, format):
 @pytest.mark.parametrize("kind", EACH_KIND[1:])
 def test_each_kind_trains_to_the_bits_of_a_plain_base(tmp_path, kind):
     check_trains_to_the_bits(tmp_path, "compressed_channel", LLAMA, kind)
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("format", CODES)
+def test_an_init_that_reads_data_has_the_adapters_of_a_plain_base(tmp_path, format, init):
+    """Activations, gradients and values of the base are the same; what is left of the base is rounded to codes."""
+    folder = written(tmp_path / "it", format, *LLAMA)
+    bases = [stored_base(folder), plain_base(folder, format, LLAMA)]
+    before = [values(base) for base in bases]
+    assert are_equal(*before)
+    stored, plain = (initialized(base, init, IDS) for base in bases)
+    found, expected = ({name: x for name, x in values(each).items() if "lora_" in name} for each in (stored, plain))
+    assert are_equal(found, expected)
+    assert sum(bool(x.any()) for x in found.values()) >= len(found) / 2 > 0
+    rest = {name.removeprefix("base_model.model.").replace("base_layer.", ""): x for name, x in values(stored).items()}
+    changed = {name for name, x in before[0].items() if not torch.equal(rest[name], x)}
+    assert changed == (set() if init == "eva" else {f"model.layers.0.self_attn.{x}_proj.weight" for x in "qo"})
+    plain.load_state_dict(stored.state_dict())
+    assert len({tuple(train(model, tmp_path / "trained", steps=4)) for model in (stored, plain)}) == 1
+    after = values(stored)
+    assert are_equal(
+        {name: x for name, x in after.items() if "lora_" in name},
+        {n: x for n, x in values(plain).items() if "lora_" in n},
+    )
+    kept = {name.removeprefix("base_model.model.").replace("base_layer.", ""): x for name, x in after.items()}
+    assert are_equal({n: kept[n] for n in before[0]}, {n: rest[n] for n in before[0]})
+    assert any(not torch.equal(after[name], x) for name, x in found.items())
 
 
 @pytest.mark.parametrize("kind", REFUSED)

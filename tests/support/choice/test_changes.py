@@ -54,9 +54,9 @@ def test_modules_named_in_imports_count(tmp_path):
     tests = tmp_path / "tests"
     (tests / "support").mkdir(parents=True)
     (tests / "support" / "one.py").write_text("import other\n")
-    (tests / "support" / "other.py").write_text("from tritonfp8.export import (\n    reading,\n    writing,\n)\n")
+    (tests / "support" / "other.py").write_text("from tritonfp8.export import (\n    reading,\n    report,\n)\n")
     (tests / "test_a.py").write_text("from one import x\nfrom tritonfp8.kernels.cast import quantize\n")
-    for changed in ("tests/support/other.py", "tritonfp8/export/writing.py", "kernels/cast/quantize.py"):
+    for changed in ("tests/support/other.py", "tritonfp8/export/report.py", "kernels/cast/quantize.py"):
         assert changes.is_affected("tests/test_a.py", [changed], tmp_path), changed
     assert not changes.is_affected("tests/test_a.py", ["tritonfp8/export/choice.py"], tmp_path)
 

@@ -94,6 +94,7 @@ def blocks_of(format, shape):
         "compressed_tensor": (n, k),
         "compressed_block": (128, 128),
         "compressed_mxfp8": (1, 32),
+        "compressed_mxfp4": (1, 32),
     }[format]
 
 

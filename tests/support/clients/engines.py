@@ -27,8 +27,8 @@ FAMILIES = {
     "moe": ("Qwen3Moe", COMMON | MOE),
     "deepseek": ("DeepseekV3", COMMON | DEEPSEEK),
 }
-FORMATS = ("fine_grained", "compressed_channel", "compressed_mxfp8")
-RECIPES = dict(zip(FORMATS, ("blockwise", "rowwise", "mxfp8"), strict=True))
+FORMATS = ("fine_grained", "compressed_channel", "compressed_mxfp8", "compressed_mxfp4")
+RECIPES = dict(zip(FORMATS, ("blockwise", "rowwise", "mxfp8", "mxfp4_weights"), strict=True))
 
 
 class Joined(NamedTuple):
@@ -120,8 +120,11 @@ def engine_of(kind, format, ranks=1, rank=0, expert_ranks=1, dtype=torch.bfloat1
             for part, (_, rows) in enumerate(layer.parts)
         )
         k = layer.k // split if layer.dim == 1 else layer.k
-        scale = torch.uint8 if format == "compressed_mxfp8" else torch.float32
-        found[f"{layer.name}weight"] = torch.ones(*lead, n, k).to(torch.float8_e4m3fn)
+        scale = torch.uint8 if "mxfp" in format else torch.float32
+        if codes_name(format) == "weight_packed":
+            found[f"{layer.name}weight_packed"] = torch.ones(*lead, n, k // 2, dtype=torch.uint8)
+        else:
+            found[f"{layer.name}weight"] = torch.ones(*lead, n, k).to(torch.float8_e4m3fn)
         found[layer.name + scale_name(format)] = torch.ones(
             *lead, *_grid(format, n, k, layer.k // (split if layer.dim == 1 else 1)), dtype=scale
         )
@@ -162,8 +165,13 @@ def _of_all(tensors, dim):
     return torch.cat(tensors, dim)
 
 
+def codes_name(format):
+    """The last part of the name of codes."""
+    return "weight_packed" if format == "compressed_mxfp4" else "weight"
+
+
 def _columns(key, format):
-    return key == "weight" or (key == scale_name(format) and format != "compressed_channel")
+    return key == codes_name(format) or (key == scale_name(format) and format != "compressed_channel")
 
 
 def bytes_of(x):
@@ -175,7 +183,7 @@ def unfused(engines, kind, format, expert_ranks=1):
     ranks, found = len(engines), {}
     for layer in layers_of(kind):
         split = 1 if expert_ranks > 1 and layer.experts else ranks
-        for key in ("weight", scale_name(format), *(["bias"] if layer.bias else [])):
+        for key in (codes_name(format), scale_name(format), *(["bias"] if layer.bias else [])):
             block = 1 if key != scale_name(format) else blocks_of(format, (128, layer.k))[0]
             start = 0
             for part, (name, rows) in enumerate(layer.parts):

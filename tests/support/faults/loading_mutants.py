@@ -1,7 +1,7 @@
 """The faults about codes that are taken for values, as arguments of ``Mutant``."""
 
 _CODES = ("tests/layers/test_codes.py",)
-_WRITING = "tritonfp8/export/writing.py"
+_WRITING = "tritonfp8/export/writing/as_loaded.py"
 _SAME_FORMAT = "tests/clients/models/test_same_format.py"
 _AUTO_MODEL = "tests/clients/models/test_auto_model.py"
 _PRETRAINED = "tests/clients/models/test_pretrained.py"

@@ -5,6 +5,6 @@ def raised(function):
     """Type and message of the error that ``function()`` raises; a text that matches none if it raises nothing."""
     try:
         function()
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"

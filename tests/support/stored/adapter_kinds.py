@@ -1,8 +1,13 @@
 """The kinds of adapters that peft has, each with the arguments of its config."""
 
+from functools import partial
+
 import peft
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.loraga import preprocess_loraga
 
 # Adapters that change nothing at first get random numbers, where they take an argument for that.
 _LINEAR = {"target_modules": ["q_proj", "o_proj"]}
@@ -66,6 +71,36 @@ def adapted(base, kind, folder):
     torch.manual_seed(0)
     config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind.partition(":")[0])](**options)
     return peft.get_peft_model(base, config)
+
+
+def _eva(base, config, batch):
+    model = peft.get_peft_model(base, config(eva_config=peft.EvaConfig(rho=1.0)))
+    peft.initialize_lora_eva_weights(model, [batch] * 4, show_progress_bar=False)
+    return model
+
+
+def _corda(base, config, batch):
+    found = config(corda_config=CordaConfig(corda_method="kpm"))
+    # It takes one row at a time.
+    preprocess_corda(base, found, run_model=lambda: base(batch["input_ids"][:1]))
+    return peft.get_peft_model(base, found)
+
+
+def _lora_ga(base, config, batch):
+    found = config(lora_ga_config=peft.LoraGAConfig())
+    preprocess_loraga(base, found, lambda: base(**batch).loss.backward())
+    return peft.get_peft_model(base, found)
+
+
+INITS = {"eva": _eva, "corda": _corda, "lora_ga": _lora_ga}
+"""Initializations of LoRA that read activations, gradients and the values of the base, by peft's name."""
+
+
+def initialized(base, init, ids):
+    """A base with LoRA by one of :data:`INITS`, from one seed."""
+    torch.manual_seed(0)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    return INITS[init](base, partial(peft.LoraConfig, r=4, init_lora_weights=init, **_LINEAR), batch)
 
 
 def kind_names(table):

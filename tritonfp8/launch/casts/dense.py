@@ -23,7 +23,17 @@ from tritonfp8.launch.casts.side import META, Side, both, side_constants
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View
-from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
+from tritonfp8.specs import (
+    COLUMNWISE,
+    READ_SPECS,
+    ROWWISE,
+    TENSORWISE,
+    QuantSpec,
+    empty_scale,
+    scale_shape,
+    spec_of,
+    transposed,
+)
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.tuning import VECTOR_BYTES, BlockShape, cast_tiles
 
@@ -278,7 +288,10 @@ quantize = launcher(plan_quantize, reference.quantize, _quantize_matrices)
 
 def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: str, dtype: torch.dtype) -> list[View] | None:
     """One output, of the shape that was quantized."""
-    found = spec_of(spec, packed=True)
+    found = spec_of(spec, packed=True, read=True)
+    if spec in READ_SPECS:
+        # A checkpoint is read once: the reference runs on any device.
+        return None
     if FORMATS[found.format].codes_a_byte > 1:
         return packed.plan_dequantize(plan, qdata, scale, found, dtype)
     rows, cols = block = found.block
@@ -304,7 +317,7 @@ def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: str, dtype: t
 
 
 def _dequantize_matrices(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor | None:
-    if not qdata.numel() or _is_folded(qdata.shape, spec_of(spec, packed=True).block):
+    if not qdata.numel() or _is_folded(qdata.shape, spec_of(spec, packed=True, read=True).block):
         return None
     return torch.stack([dequantize(q, s, spec, dtype) for q, s in zip(qdata, scale, strict=True)])
 

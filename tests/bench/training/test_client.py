@@ -1,0 +1,44 @@
+"""Whole models in the Trainer: its rows train, padding is not counted, and the largest size is found."""
+
+import pytest
+
+from bench.training import client
+
+RUN = client.Run("tiny", "full", "bf16", batch=2, length=32, steps=6, compiled=False, device="cpu", dtype="float32")
+pytestmark = pytest.mark.one_in(3)
+
+
+@pytest.mark.parametrize(
+    ("way", "contender"), [("full", "bf16"), ("full", "rowwise"), ("full", "rowwise stored"), ("lora", "rowwise")]
+)
+def test_every_trainable_weight_changes(way, contender):
+    row = client.train(client.replace(RUN, way=way, contender=contender, padded=True))
+    assert row["stuck"] == []
+    assert len(set(row["losses"])) == RUN.steps
+
+
+def test_padding_is_neither_trained_on_nor_counted():
+    rows = client.Rows(client.replace(RUN, padded=True))
+    assert rows.lengths.min() >= 8
+    batch = client.collated([rows[0], rows[1]], RUN.length)
+    assert batch["attention_mask"].sum(1).tolist() == rows.lengths[:2].tolist()
+    assert ((batch["labels"] == -100) == (batch["attention_mask"] == 0)).all()
+    full = client.Rows(RUN)
+    assert "attention_mask" not in client.collated([full[0], full[1]], RUN.length)
+
+
+def test_the_largest_size_is_found_by_bisection(monkeypatch):
+    tried = []
+
+    def in_process(run):
+        tried.append(run.layers)
+        return {"layers_run": run.layers} if run.layers <= 11 else None
+
+    monkeypatch.setattr(client, "in_process", in_process)
+    assert client.largest(RUN)["layers"] == 11
+    assert tried == [2, 4, 8, 16, 12, 10, 11]
+
+
+def test_a_run_that_fails_is_not_out_of_memory():
+    with pytest.raises(RuntimeError, match=r"exit status 1(.|\n)*KeyError: 'nonsense'"):
+        client.in_process(client.replace(RUN, model="nonsense"))
