@@ -58,11 +58,11 @@ ROOM_LINES = {
     "compat": 1405,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; merging by peft; Ctrl-C
     "specs": 1190,  # naming; which transposes can be made from codes; two codes a byte; codes that are only read
     "recipes": 700,  # transposed_from, a backward that dequantizes, files of the recipes of layers; mxfp4_weights
-    "reference": 1965,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains; MXFP4
+    "reference": 1975,  # ops whose rows have bits of their own: attention, norms, logsumexp, gates; chains; MXFP4
     "tuning": 1590,  # tiles of transposes that are made from codes
     "launch": 5040,  # transposes that are made from codes, also of several weights and of groups; chains; MXFP4
     "ops": 1880,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
-    "layers": 7060,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
+    "layers": 7110,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 3490,  # MXFP4; NVFP4; load_tensors, headers of a stream; a checkpoint as it was loaded; ranks that save

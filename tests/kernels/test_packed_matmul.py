@@ -33,10 +33,11 @@ def view(slot, *shape, dtype=torch.float8_e4m3fn):
     return View.of(torch.empty(shape, dtype=dtype, device="meta"), slot)._replace(aligned=True)
 
 
-def plan_of(m, n, k, device, batch_invariant=False):
+def plan_of(m, n, k, device, batch_invariant=False, has_row_scale=False):
     operands = [
         view(0, m, k), view(1, m, 1, dtype=torch.float32),
         view(2, n, k // 2, dtype=torch.uint8), view(3, n, k // 32, dtype=torch.uint8), None, None,
+        view(4, n, 1, dtype=torch.float32) if has_row_scale else None,
     ]  # fmt: skip
     return make_plan(plan_packed_matmul, operands, (ROW, TEXT, None, None, "precise", batch_invariant), device)
 
@@ -68,6 +69,9 @@ def test_the_op_expands_the_codes_and_multiplies(device, m, n, k):
     out = gemms.packed_matmul(*a, ROW, *b, TEXT, None, "relu", None, torch.float32)
     expected = gemms.scaled_matmul(*a, ROW, *casts.expand_codes(*b, TEXT), OF_ROWS, None, "relu", None, torch.float32)
     assert_bitwise_equal(out, expected)
+    row_scale, _ = reference.measure_rows(*b, TEXT)
+    out = gemms.packed_matmul(*a, ROW, *b, TEXT, None, "relu", None, torch.float32, b_row_scale=row_scale)
+    assert_bitwise_equal(out, expected)
     assert ops.packed_matmul(*a, ROW, *b, TEXT).shape == (m, n)
 
 
@@ -80,6 +84,10 @@ class TestPlans:
         config = packed_tiles.choose_packed(m, n, H200.num_sms)
         assert bool(others) == second.constants["SPLIT"] == (config.split_k > 1)
         assert config.block_m >= min(m, 128)
+
+    def test_codes_are_read_once_where_the_scales_of_rows_are_known(self):
+        first, *others = plan_of(1, 28672, 4096, H200, has_row_scale=True).launches
+        assert (first.kernel, others) == (hopper_packed_matmul_kernel, [])
 
     def test_other_calls_expand_it_first(self):
         assert plan_of(packed_tiles.MOST_TOKENS + 1, 4096, 4096, H200) is None
@@ -108,7 +116,8 @@ def test_bits_of_the_gemm_on_expanded_codes(n, k, apart, accumulation, poisoned_
         a = casts.quantize(normal(m, k, dtype=torch.bfloat16).cuda(), ROW)
         config = packed_tiles.choose_packed(m, n, 132)
         options = (ROW, TEXT, None, torch.bfloat16, accumulation, config)
-        (found,) = planned(plan_with, (*a, q, scale, None, None), options)
+        row_scale = expanded[1] if m % 2 else None
+        (found,) = planned(plan_with, (*a, q, scale, None, None, row_scale), options)
         like = MatmulConfig(
             min(max(config.block_m, 16), 128), config.block_n, 128, 4, 4,
             swap=True, specialized=True, split_k=config.split_k,

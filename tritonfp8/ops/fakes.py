@@ -91,7 +91,7 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
     return torch.empty(spec_of(spec, packed=True, read=True).shape_of(qdata.shape), dtype=dtype, device=qdata.device)
 
 
-def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+def expand_codes(qdata: Tensor, scale: Tensor, spec: str, *args: Any) -> tuple[Tensor, Tensor]:
     return quantize(dequantize(qdata, scale, spec, torch.float32), *EXPANDED.args)
 
 

@@ -20,6 +20,7 @@ from tritonfp8.reference.chains import FUNCTIONS, Chain, ChainStep, TensorPlace,
 from tritonfp8.reference.codes import (
     expand_codes,
     measure_rows,
+    packed_matmul,
     quantize_groups_both,
     transpose_codes,
     transpose_group_codes,
@@ -36,7 +37,7 @@ from tritonfp8.reference.exact import (
     row_logsumexp,
 )
 from tritonfp8.reference.figures import FIGURES, operand_figures
-from tritonfp8.reference.gemms import matmul, packed_matmul, scaled_matmul
+from tritonfp8.reference.gemms import matmul, scaled_matmul
 from tritonfp8.reference.grouped import (
     dots_of_rows,
     group_amax,

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritonfp8.reference.casts import dequantize, quantize
+from tritonfp8.reference.casts import dequantize
 from tritonfp8.reference.exact import row_products
-from tritonfp8.specs import EXPANDED, spec_of
+from tritonfp8.specs import spec_of
 
 _ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
 
@@ -57,31 +57,6 @@ def scaled_matmul(
     if residual is not None:
         out = out + residual.float()
     return out.to(out_dtype or torch.bfloat16)
-
-
-def packed_matmul(
-    a: Tensor,
-    a_scale: Tensor,
-    a_spec: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_spec: str,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    out_dtype: torch.dtype | None = torch.bfloat16,
-    accumulation: str = "precise",
-    batch_invariant: bool = False,
-) -> Tensor:
-    """:func:`scaled_matmul` of a weight whose codes are expanded first: ``b [N, K / 2]``, two codes a byte.
-
-    The other arguments are as there; see :func:`~tritonfp8.reference.expand_codes`.
-    """
-    codes, scales = quantize(dequantize(b, b_scale, b_spec, torch.float32), *EXPANDED.args)
-    return scaled_matmul(
-        a, a_scale, a_spec, codes, scales, *EXPANDED.args,
-        bias, activation, residual, out_dtype, accumulation, batch_invariant,
-    )  # fmt: skip
 
 
 def _rows_alone(lhs: Tensor, rhs: Tensor) -> Tensor:

@@ -34,7 +34,10 @@ def check_rows(codes, text):
     ):
         found = launch(*codes, text)
         assert_bitwise_equal(list(found), list(expected(*codes, text)))
-    return found[1]
+    row_scale, rounded = found
+    for launch in (casts.expand_codes, reference.expand_codes):
+        assert_bitwise_equal(list(launch(*codes, text, row_scale)), list(reference.expand_codes(*codes, text)))
+    return rounded
 
 
 def check(x, spec, device):

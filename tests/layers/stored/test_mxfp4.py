@@ -18,6 +18,8 @@ from stored_layers import (
     stored,
     weights_of,
 )
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import tritonfp8
 from tritonfp8 import QuantSpec, ops, recipes, reference
@@ -46,7 +48,8 @@ def test_codes_are_the_reference_s_and_take_a_quarter(kind):
     assert torch.equal(weight.dequantize().float(), reference.dequantize(*codes, *MXFP4_SPEC.args, torch.float32))
     assert (weight.shape, weight.dtype) == (values.shape, torch.bfloat16)
     big = StoredWeight.of(normal(64, 4096, dtype=torch.bfloat16), MXFP4_SPEC)
-    assert big.nbytes == 64 * 4096 * 4.25 / 8
+    # Behind them the scales that rows have when they are expanded.
+    assert big.nbytes == 64 * 4096 * 4.25 / 8 + 64 * 4
 
 
 @each_kind
@@ -61,6 +64,56 @@ def test_operands_are_exact(kind):
         assert_bitwise_equal(reference.dequantize(*found, *spec.args, torch.float32), values)
         cast = reference.quantize_matrices if weight.ndim == 3 else reference.quantize
         assert_bitwise_equal(list(weight.read_operand(spec, True)), list(cast(values, *spec.args, True)))
+
+
+def assert_scales_of_rows(weights):
+    for weight in weights:
+        expected, _ = reference.measure_rows(weight._qdata, weight._scale, *MXFP4_SPEC.args)
+        assert_bitwise_equal(weight._row_scale, expected)
+
+
+@each_kind
+def test_every_write_finds_the_scales_of_rows_in_place(kind):
+    model = stored(kind, MXFP4).requires_grad_(False)
+    weight, *others = weights_of(model)
+    assert_scales_of_rows([weight, *others])
+    values = weight.dequantize()
+    other = StoredWeight.of(values.flatten(0, -2) * 5.0, MXFP4_SPEC).dequantize().view(values.shape)
+    kept, address = weight._row_scale, weight._row_scale.data_ptr()
+    state = {key: x * 3.0 for key, x in model.state_dict().items()}
+    writes = (
+        lambda: weight.copy_(values * 2.0**9),
+        lambda: weight.copy_(type(weight).of(values * 2.0**-9, MXFP4_SPEC, weight.is_transposed)),
+        lambda: setattr(weight, "data", other),
+        lambda: weight.overwrite(values * 2.0**3),
+        lambda: weight.view(-1)[:32].fill_(2.0**20),
+        lambda: weight.zero_(),
+        lambda: model.load_state_dict(state),
+    )
+    for write in writes:
+        before = weight._row_scale.clone()
+        write()
+        assert not torch.equal(weight._row_scale, before)
+        assert weight._row_scale is kept
+        assert kept.data_ptr() == address
+        assert_scales_of_rows([weight, *others])
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), reloaded(model, weights_only=False)):
+        assert_scales_of_rows(weights_of(copied))
+        assert weights_of(copied)[0]._row_scale.data_ptr() != address
+    assert_scales_of_rows([weight.clone(), weight.float(), weight.mT])
+    assert weight.detach()._row_scale is kept
+
+
+@each_kind
+def test_expanding_reads_the_scales_of_rows(kind, monkeypatch):
+    weight = weights_of(stored(kind, MXFP4))[0].requires_grad_(False)
+    expected = reference.expand_codes(weight._qdata, weight._scale, *MXFP4_SPEC.args)
+    weight._row_scale.mul_(2.0)
+    _, found = weight.read_operand(EXPANDED, False)
+    assert_bitwise_equal(found, expected[1] * 2.0)
+    parts = weight.as_shard()
+    assert parts._row_scale is None
+    assert_bitwise_equal(list(parts.read_operand(EXPANDED, False)), list(expected))
 
 
 @each_kind
@@ -94,6 +147,31 @@ def test_a_linear_layer_gives_its_codes_to_the_gemm(recipe, monkeypatch):
     out.sum().backward()
     assert calls == [torch.uint8] * (recipe == "rowwise")
     assert_bitwise_equal(found, [out.detach(), x.grad])
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp4_weights"])
+def test_a_compiled_layer_gives_its_codes_to_the_gemm(recipe):
+    layer = tritonfp8.Float8Linear(96, 24, recipe=recipes.get(recipe), dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(StoredWeight.of(normal(24, 96, dtype=torch.bfloat16), MXFP4_SPEC), False)
+    x = normal(5, 96, dtype=torch.bfloat16).requires_grad_()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append({node.target for node in graph.graph.nodes})
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    for scale in (1.0, 64.0):
+        layer.weight.copy_(normal(24, 96, dtype=torch.bfloat16) * scale)
+        found = []
+        for each in (compiled, layer):
+            out = each(x)
+            found += [out.detach(), *torch.autograd.grad(out.sum(), x)]
+        assert_bitwise_equal(found[:2], found[2:])
+    assert ops.packed_matmul in graphs[0]
+    gemm = tritonfp8.verify(layer, x).layers[""].gemms["output"]
+    assert (gemm.op, gemm.dtype) == ("tritonfp8.packed_matmul", "e4m3 x e2m1")
+    assert not {ops.expand_codes, ops.measure_rows} & set.union(*graphs)
 
 
 @each_kind

@@ -81,11 +81,13 @@ def _expanded_constants(spec: QuantSpec) -> dict[str, object]:
     return {**_constants(spec), **out}
 
 
-def plan_expand_codes(plan: Planner, qdata: View, scale: View, spec: str) -> list[View] | None:
+def plan_expand_codes(
+    plan: Planner, qdata: View, scale: View, row_scale: View | None, spec: str
+) -> list[View] | None:  # fmt: skip
     """Outputs: qdata, scale."""
     of = spec_of(spec, packed=True)
     found = _read(qdata, scale, of)
-    if found is None:
+    if found is None or not (row_scale is None or row_scale.is_contiguous()):
         return None
     (m, k), q, scales = found
     shape = of.shape_of(qdata.shape)
@@ -96,10 +98,11 @@ def plan_expand_codes(plan: Planner, qdata: View, scale: View, spec: str) -> lis
     plan.launch(
         kernels.expand_codes_kernel,
         -(-m // tile.m),
-        (q, scales, out, scale_out),
+        (q, scales, row_scale, out, scale_out),
         (m, k, *q.strides, *scales.strides),
         {
-            **_expanded_constants(of), "DIRECT_CAST": plan.device.has_direct_cast, "WORDS": words, **tile.sizes(),
+            **_expanded_constants(of), "DIRECT_CAST": plan.device.has_direct_cast, "WORDS": words,
+            "KNOWN": row_scale is not None, **tile.sizes(),
         },
         **tile.options(),
     )  # fmt: skip

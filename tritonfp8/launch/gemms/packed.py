@@ -31,6 +31,7 @@ def plan_packed_matmul(
     b_scale: View,
     bias: View | None,
     residual: View | None,
+    b_row_scale: View | None,
     a_spec: str,
     b_spec: str,
     activation: str | None,
@@ -45,7 +46,7 @@ def plan_packed_matmul(
     if not m * n or batch_invariant or config is None:
         return None
     options = (a_spec, b_spec, activation, out_dtype, accumulation)
-    return plan_with(plan, a, a_scale, b, b_scale, bias, residual, *options, config)
+    return plan_with(plan, a, a_scale, b, b_scale, bias, residual, b_row_scale, *options, config)
 
 
 def plan_with(
@@ -56,6 +57,7 @@ def plan_with(
     b_scale: View,
     bias: View | None,
     residual: View | None,
+    b_row_scale: View | None,
     a_spec: str,
     b_spec: str,
     activation: str | None,
@@ -69,7 +71,7 @@ def plan_with(
     if not out.has_tma_layout() or not _is_readable(plan, a, a_scale, of_input, b, b_scale, of, bias):
         return None
     exponents = b_scale.retyped(torch.uint8)
-    scales = add_row_scales(plan, b, exponents, of)
+    scales = add_row_scales(plan, b, exponents, of) if b_row_scale is None else b_row_scale
     p = GemmOperands(a, a_scale, of_input, b, scales, EXPANDED, bias, out, accumulation, activation, residual)
     workspace, rows = workspace_of(plan, p, config) if config.split_k > 1 else (None, 0)
     _plan_packed(plan, p if workspace is None else p.partial_sums(workspace), exponents, config)
@@ -120,9 +122,10 @@ def _plan_packed(plan: Planner, p: GemmOperands, exponents: View, config: Matmul
 def _expanded(
     a: Tensor, a_scale: Tensor, a_spec: str, b: Tensor, b_scale: Tensor, b_spec: str, *others: Any
 ) -> Tensor:  # fmt: skip
-    codes, scales = expand_codes(b, b_scale, b_spec)
+    *options, b_row_scale = others
+    codes, scales = expand_codes(b, b_scale, b_spec, b_row_scale)
     (spec,) = EXPANDED.args
-    found: Tensor = scaled_matmul(a, a_scale, a_spec, codes, scales, spec, *others)
+    found: Tensor = scaled_matmul(a, a_scale, a_spec, codes, scales, spec, *options)
     return found
 
 

@@ -230,6 +230,8 @@ class StoredTensor(CodesTensor):
     # Whether this tensor is the transpose of the codes.
     is_transposed: bool = False
     _qdata: Tensor
+    # The scales that ``expand_codes`` gives rows, float32 ``[..., N, 1]``; None where each expansion finds them.
+    _row_scale: Tensor | None = None
     # Quantizes values, or their transpose: ``(qdata, scale)``.
     _cast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.quantize)
 
@@ -242,7 +244,7 @@ class StoredTensor(CodesTensor):
 
     def _stable_hash_for_caching(self) -> str:
         """What a graph on disk depends on; the same in every process."""
-        inner = [(x.dtype, tuple(x.shape), x.stride(), x.device) for x in self._both()]
+        inner = [(x.dtype, tuple(x.shape), x.stride(), x.device) for x in self._inner().values()]
         return repr((self.spec.args, *self.__tensor_flatten__()[1][1:], inner))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -251,7 +253,7 @@ class StoredTensor(CodesTensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of codes and scales."""
-        return sum(x.nbytes for x in self._both())
+        return sum(x.nbytes for x in self._inner().values())
 
     def data_ptr(self) -> int:
         """Address of the codes: accelerate tells parameters apart by it when it gives its optimizer the shards."""
@@ -262,19 +264,24 @@ class StoredTensor(CodesTensor):
         codes, scales = self.inner_names
         return getattr(self, codes), getattr(self, scales)
 
-    def _with(self, qdata: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Self:
+    def _with(self, qdata: Tensor, scales: Tensor, dtype: torch.dtype | None = None, **others: Any) -> Self:
         """A tensor of these codes and scales, all else as this one has it."""
         attributes = {name: getattr(self, name) for name in self.attribute_names}
-        return type(self)(qdata, scales, **{**attributes, "dtype": dtype or self.dtype})
+        return type(self)(qdata, scales, **{**attributes, "dtype": dtype or self.dtype, **others})
+
+    def _mapped(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
+        """A tensor that has what ``move`` makes of each tensor that has memory, all else as this one has it."""
+        codes, scales = map(move, self._both())
+        others: dict[str, Any] = {} if self._row_scale is None else {"row_scale": move(self._row_scale)}
+        return self._with(codes, scales, dtype, **others)
 
     def _same(self) -> Self:
-        return self._with(*self._both())
+        return self._mapped(lambda x: x)
 
     def _to(self, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Self:
         """``Tensor.to``: codes move, and are not cast."""
         allowed = {name: options[name] for name in ("non_blocking", "copy") if name in options}
-        qdata, scales = (x.to(device=device, **allowed) for x in self._both())
-        return self._with(qdata, scales, dtype)
+        return self._mapped(lambda x: x.to(device=device, **allowed), dtype)
 
     def _as_operand(self) -> tuple[Tensor, Tensor]:
         """``(qdata, scale)`` of the codes as they are; scales in the form of the spec."""
@@ -303,7 +310,7 @@ class StoredTensor(CodesTensor):
             return (qdata.mT.contiguous(), scale.mT.contiguous()) if transposed else (qdata, scale)
         if not transposed and expands_to(self.spec, spec):
             if spec == EXPANDED:
-                return ops.expand_codes(*self._as_operand(), *self.spec.args)
+                return ops.expand_codes(*self._as_operand(), *self.spec.args, self._row_scale)
             return self._cast(self.plain_values(), *spec.args)
         if not transposed:
             raise ValueError(

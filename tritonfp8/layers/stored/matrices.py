@@ -80,8 +80,8 @@ class MatricesShard(Shard, StoredMatrices):
 
     total: int | None = None
 
-    def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Self:
-        found = super()._with(qdata, scale, dtype)
+    def _with(self, qdata: Tensor, scales: Tensor, dtype: torch.dtype | None = None, **others: Any) -> Self:
+        found = super()._with(qdata, scales, dtype, **others)
         found.total = self.total
         return found
 
