@@ -2,8 +2,8 @@
 
     python -m bench.inference.packed --out bench/results/nvidia-h200
 
-Weights are read in turn, so that none is in cache. Each contestant is captured in a CUDA graph. Of experts all weights
-are read, with the same number of tokens for each.
+Weights are read in turn, so that none is in cache. The scales of expanded rows are known, as a stored weight has them.
+Each contestant is captured in a CUDA graph. Of experts all weights are read, with the same number of tokens for each.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def dense(n: int, k: int) -> list[dict[str, Any]]:
         x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
         a = ops.quantize(x, *spec.args)
         times = seconds({
-            CODES: [partial(ops.packed_matmul, *a, *spec.args, *w, PACKED) for w in packed],
+            CODES: [
+                partial(ops.packed_matmul, *a, *spec.args, *w, PACKED, b_row_scale=scale)
+                for w, (_, scale) in zip(packed, rows, strict=True)
+            ],
             EXPANDED_CODES: [partial(ops.scaled_matmul, *a, *spec.args, *w, ROWS) for w in rows],
             BF16: [partial(torch.matmul, x, w.t()) for w in values],
         })  # fmt: skip
@@ -93,7 +96,10 @@ def grouped() -> list[dict[str, Any]]:
             return out
 
         times = seconds({
-            CODES: [lambda w=w: multiply(*ops.expand_codes(*w, PACKED)) for w in packed],
+            CODES: [
+                lambda w=w, scale=scale: multiply(*ops.expand_codes(*w, PACKED, scale))
+                for w, (_, scale) in zip(packed, rows, strict=True)
+            ],
             EXPANDED_CODES: [lambda w=w: multiply(*w) for w in rows],
         })  # fmt: skip
         found.append(row({"kind": "grouped", "tokens": tokens, "n": n, "k": k, "experts": EXPERTS}, times))

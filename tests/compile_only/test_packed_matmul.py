@@ -14,13 +14,14 @@ from tritonfp8.tuning import packed_tiles
 (TEXT,), (ROW,) = MXFP4.args, EXPANDED.args
 
 
-def launch(m, n, k, accumulation="precise", epilogue=(None, None, None), dtype=torch.bfloat16):
+def launch(m, n, k, accumulation="precise", epilogue=(None, None, None), dtype=torch.bfloat16, knows_rows=False):
     def empty(*shape, dtype=torch.uint8):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     a = empty(m, k, dtype=torch.float8_e4m3fn), empty(m, 1, dtype=torch.float32)
     b = empty(n, k // 2), empty(n, k // 32, dtype=torch.float8_e8m0fnu)
-    gemms.packed_matmul(*a, ROW, *b, TEXT, *epilogue, dtype, accumulation)
+    row_scale = empty(n, 1, dtype=torch.float32) if knows_rows else None
+    gemms.packed_matmul(*a, ROW, *b, TEXT, *epilogue, dtype, accumulation, b_row_scale=row_scale)
 
 
 def abilities(cc):
@@ -38,6 +39,12 @@ def test_every_tile_runs_on_hopper(compiled, m, accumulation):
         assert "e4m3.e4m3" in report.ptx
 
 
+def test_codes_are_read_once_where_the_scales_of_rows_are_known(compiled):
+    ((kernel, report),) = compiled(90, lambda: launch(1, 28672, 4096, knows_rows=True), **abilities(90))
+    assert kernel is hopper_packed_matmul_kernel
+    check_spills([(None, report)], 90)
+
+
 @pytest.mark.parametrize("m", [64, 128, 512])
 def test_float32_results_fit_into_shared_memory(compiled, m):
     """Of programs that share a multiprocessor, all; each takes 1 KiB more than it asks for."""
@@ -53,9 +60,12 @@ def test_the_epilogue_takes_no_more_registers_than_there_are(compiled):
         check_spills(compiled(90, lambda each=epilogue: launch(512, 28672, 4096, epilogue=each), **abilities(90)), 90)
 
 
+@pytest.mark.parametrize("knows_rows", [False, True])
 @pytest.mark.parametrize("cc", [89, 100])
-def test_other_devices_expand_the_codes(compiled, cc):
-    (first, report), (second, _), *_ = compiled(cc, lambda: launch(16, 4096, 4096), **abilities(cc))
+def test_other_devices_expand_the_codes(compiled, cc, knows_rows):
+    (first, report), (second, _), *_ = compiled(
+        cc, lambda: launch(16, 4096, 4096, knows_rows=knows_rows), **abilities(cc)
+    )
     assert first is expand_codes_kernel
     assert second is not hopper_packed_matmul_kernel
     check_spills([(first, report)], cc)
