@@ -3,7 +3,7 @@
     python -m bench.inference.packed --out bench/results/nvidia-h200
 
 Weights are read in turn, so that none is in cache. The scales of expanded rows are known, as a stored weight has them.
-Each contestant is captured in a CUDA graph. Of experts all weights are read, with the same number of tokens for each.
+Each contestant is captured in a CUDA graph. Of experts all weights are read, with the same number of tokens for each, or of those that have tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from tritonfp8.specs import EXPANDED, MXFP4
 
 SHAPES = ((28672, 4096), (4096, 14336))
 TOKENS = (1, 4, 16, 64, 256, 512, 1024, 4096)
-EXPERTS, EXPERT_SHAPE, TOKENS_AN_EXPERT = 32, (2880, 2880), (1, 16, 256)
+EXPERTS, EXPERT_SHAPE = 32, (2880, 2880)
+# Tokens of each expert that has any, and how many have.
+TOKENS_OF_EXPERTS = ((1, 4), (1, 32), (16, 32), (256, 32))
 WEIGHTS, ROUNDS, REPLAYS = 8, 5, 5
 (PACKED,), (ROWS,) = MXFP4.args, EXPANDED.args
 CODES, EXPANDED_CODES, BF16 = "mxfp4", "e4m3", "bf16"
@@ -79,7 +81,7 @@ def dense(n: int, k: int) -> list[dict[str, Any]]:
 
 
 def grouped() -> list[dict[str, Any]]:
-    """A row for each number of tokens an expert."""
+    """A row for each number of tokens an expert, and of experts that have tokens."""
     spec = get("rowwise").output.lhs
     assert spec is not None
     n, k = EXPERT_SHAPE
@@ -87,9 +89,9 @@ def grouped() -> list[dict[str, Any]]:
     packed = [ops.quantize(each, PACKED) for each in values]
     rows = [ops.expand_codes(*each, PACKED) for each in packed]
     found = []
-    for tokens in TOKENS_AN_EXPERT:
-        ends = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32) * tokens
-        a = ops.quantize(torch.randn(EXPERTS * tokens, k, device="cuda", dtype=torch.bfloat16), *spec.args)
+    for tokens, active in TOKENS_OF_EXPERTS:
+        ends = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32).clamp(max=active) * tokens
+        a = ops.quantize(torch.randn(active * tokens, k, device="cuda", dtype=torch.bfloat16), *spec.args)
 
         def multiply(codes: Tensor, scale: Tensor, a: Any = a, ends: Tensor = ends) -> Tensor:
             out: Tensor = ops.scaled_grouped_matmul(*a, *spec.args, codes, scale, ROWS, ends)
@@ -97,12 +99,12 @@ def grouped() -> list[dict[str, Any]]:
 
         times = seconds({
             CODES: [
-                lambda w=w, scale=scale: multiply(*ops.expand_codes(*w, PACKED, scale))
+                lambda w=w, scale=scale, ends=ends: multiply(*ops.expand_codes(*w, PACKED, scale, ends))
                 for w, (_, scale) in zip(packed, rows, strict=True)
             ],
             EXPANDED_CODES: [lambda w=w: multiply(*w) for w in rows],
         })  # fmt: skip
-        found.append(row({"kind": "grouped", "tokens": tokens, "n": n, "k": k, "experts": EXPERTS}, times))
+        found.append(row({"kind": "grouped", "tokens": tokens, "n": n, "k": k, "experts": active}, times))
     return found
 
 
@@ -114,8 +116,9 @@ def main(
     rows = [each for n, k in SHAPES for each in dense(n, k)] + (grouped() if experts else [])
     for each in rows:
         over = "  ".join(f"{name[11:]} {each[name]:.2f}" for name in each if name.startswith("speed_over_"))
-        what, us = f"{each['kind']} {each['n']}x{each['k']}", 1e6 * each[f"{CODES}_seconds"]
-        print(f"{what:<20}{each['tokens']:>6} tokens {us:8.1f} us  over {over}")
+        of = f"{each['experts']} of {EXPERTS} " if "experts" in each else ""
+        what, us = f"{each['kind']} {of}{each['n']}x{each['k']}", 1e6 * each[f"{CODES}_seconds"]
+        print(f"{what:<27}{each['tokens']:>6} tokens {us:8.1f} us  over {over}")
     write_results((out or results_folder()) / "packed.json", {"rows": rows})
 
 

@@ -315,19 +315,24 @@ def _known(known_ptr, rows, is_row):
 
 @triton.jit
 def expand_codes_kernel(
-    q_ptr, s_ptr, known_ptr, out_ptr, scale_ptr, M, K, stride_qm, stride_qk, stride_sm, stride_sk,
+    q_ptr, s_ptr, known_ptr, ends_ptr, out_ptr, scale_ptr, M, K, stride_qm, stride_qk, stride_sm, stride_sk, group_rows,
     COLS: tl.constexpr, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr,
     OUT_QMAX: tl.constexpr, OUT_MANTISSA_BITS: tl.constexpr, OUT_EMIN: tl.constexpr, DIRECT_CAST: tl.constexpr,
-    WORDS: tl.constexpr, KNOWN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    WORDS: tl.constexpr, KNOWN: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Codes with a scale a block -> 8-bit codes with a scale a row, a power of two.
 
     A program takes TILE_M rows. KNOWN: their scales lie at ``known_ptr``, contiguous; else it reads the rows twice, the
     second time from cache. WORDS: eight codes are read, and four written, as one integer; all blocks are whole and rows
-    are aligned.
+    are aligned. GROUPED: ``group_rows`` rows, a multiple of TILE_M, are of one group, and are left out if its end, at
+    ``ends_ptr``, is the end of the group before.
     """
     begin(DEPENDENT)
+    if GROUPED:
+        group = tl.program_id(0) * TILE_M // group_rows
+        if tl.load(ends_ptr + group) == tl.load(ends_ptr + group - 1, mask=group > 0, other=0):
+            return
     rows = _rows(tl.program_id(0), TILE_M)
     is_row = rows < M
     q_rows, s_rows = q_ptr + rows.to(tl.int64) * stride_qm, s_ptr + rows.to(tl.int64) * stride_sm

@@ -66,6 +66,8 @@ def samples(device):
         yield ops.dequantize, (*codes, *spec.args, torch.bfloat16)
         yield ops.expand_codes, (*codes, *spec.args)
         yield ops.expand_codes, (*codes, *spec.args, reference.measure_rows(*codes, *spec.args)[0])
+        ends = torch.tensor([1, 2], dtype=torch.int32, device=device)
+        yield ops.expand_codes, (*codes, *spec.args, None, ends)
         yield ops.measure_rows, (*codes, *spec.args)
         weight = reference.quantize(x[:24], *spec.args)
         found = (*reference.quantize(x, *ROW.args), *ROW.args, *weight, *spec.args)

@@ -96,7 +96,9 @@ _CASTS = {
         "(Tensor qdata, Tensor scale, str spec, ScalarType dtype) -> Tensor",
         sharding=Rule({"qdata": Operand("RC"), "scale": Operand("RC", "spec")}, (Operand("RC"),)),
     ),
-    "expand_codes": Op("(Tensor qdata, Tensor scale, str spec, Tensor? row_scale=None) -> (Tensor, Tensor)"),
+    "expand_codes": Op(
+        "(Tensor qdata, Tensor scale, str spec, Tensor? row_scale=None, Tensor? offsets=None) -> (Tensor, Tensor)"
+    ),
     "measure_rows": Op("(Tensor qdata, Tensor scale, str spec) -> (Tensor, Tensor)"),
     "transpose": Op(
         "(Tensor qdata) -> Tensor",

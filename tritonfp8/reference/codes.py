@@ -48,7 +48,7 @@ def transpose_codes(
 
 
 def expand_codes(
-    qdata: Tensor, scale: Tensor, spec: str, row_scale: Tensor | None = None
+    qdata: Tensor, scale: Tensor, spec: str, row_scale: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """8-bit codes with a scale a row of codes of fewer bits: ``quantize(dequantize(codes, float32), EXPANDED)``.
 
@@ -61,6 +61,8 @@ def expand_codes(
         scale: of the codes.
         spec: the text of their :class:`~tritonfp8.QuantSpec`.
         row_scale: float32 ``[..., 1]``, what :func:`measure_rows` found; saves a pass over the codes.
+        offsets: of matrices ``[E, N, K / 2]``: int32 ``[E]``, the end of each group of tokens that a grouped GEMM
+            multiplies by them. The result of a matrix without tokens is undefined; kernels leave most of them out.
 
     Returns:
         ``(qdata, scale)``: e4m3 ``[..., K]`` and float32 ``[..., 1]``.

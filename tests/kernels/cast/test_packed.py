@@ -130,3 +130,19 @@ def test_empty(device):
         assert casts.dequantize(*codes, text, torch.float32).shape == shape
         assert [x.shape for x in casts.expand_codes(*codes, text)] == [shape, (shape[0], 1)]
         assert [x.shape for x in casts.measure_rows(*codes, text)] == [(shape[0], 1)] * 2
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("n", "k", "is_left_out"), [(6, 4096, True), (128, 192, True), (5, 4096, False), (6, 40, False)]
+)
+@pytest.mark.parametrize("knows_rows", [False, True])
+def test_matrices_without_tokens_are_left_out(device, n, k, is_left_out, knows_rows):
+    (text,) = SPECS[0].args
+    codes = reference.quantize(banded(4 * n, k).view(4, n, k).to(device), text)
+    offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32, device=device)
+    row_scale = reference.measure_rows(*codes, text)[0] if knows_rows else None
+    found, expected = casts.expand_codes(*codes, text, row_scale, offsets), reference.expand_codes(*codes, text)
+    for x, wanted in zip(found, expected, strict=True):
+        assert_bitwise_equal(x[1::2].contiguous(), wanted[1::2].contiguous())
+    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8)) is not is_left_out

@@ -149,6 +149,22 @@ def test_a_linear_layer_gives_its_codes_to_the_gemm(recipe, monkeypatch):
     assert_bitwise_equal(found, [out.detach(), x.grad])
 
 
+def test_experts_expand_the_codes_of_those_that_have_tokens(monkeypatch):
+    """The last one has none."""
+    module = stored(EXPERTS_KIND, MXFP4).requires_grad_(False)
+    expected, ends = call(module, EXPERTS_KIND), []
+
+    def expand(qdata, scale, spec, row_scale, offsets):
+        ends.append(offsets)
+        codes, scales = reference.expand_codes(qdata, scale, spec, row_scale)
+        codes[-1], scales[-1] = torch.nan, torch.nan
+        return codes, scales
+
+    monkeypatch.setattr(ops, "expand_codes", expand)
+    assert_bitwise_equal(call(module, EXPERTS_KIND), expected)
+    assert [x[-2] == x[-1] for x in ends] == [True, True]
+
+
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp4_weights"])
 def test_a_compiled_layer_gives_its_codes_to_the_gemm(recipe):
     layer = tritonfp8.Float8Linear(96, 24, recipe=recipes.get(recipe), dtype=torch.bfloat16)
@@ -172,6 +188,18 @@ def test_a_compiled_layer_gives_its_codes_to_the_gemm(recipe):
     gemm = tritonfp8.verify(layer, x).layers[""].gemms["output"]
     assert (gemm.op, gemm.dtype) == ("tritonfp8.packed_matmul", "e4m3 x e2m1")
     assert not {ops.expand_codes, ops.measure_rows} & set.union(*graphs)
+
+
+def test_compiled_experts_find_no_scales_of_rows():
+    module, graphs = stored(EXPERTS_KIND, MXFP4).requires_grad_(False), []
+
+    def backend(graph, inputs):
+        graphs.extend(node for node in graph.graph.nodes if node.target is ops.expand_codes)
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(module, backend=aot_autograd(fw_compiler=backend))
+    assert_bitwise_equal(call(compiled, EXPERTS_KIND), call(module, EXPERTS_KIND))
+    assert [sum(isinstance(x, torch.fx.Node) for x in node.args) for node in graphs] == [4, 4]
 
 
 @each_kind

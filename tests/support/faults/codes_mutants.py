@@ -157,6 +157,27 @@ FAULTS = (
         _PACKED,
     ),
     (
+        "kernels/cast/packed.py",
+        "tl.load(ends_ptr + group - 1, mask=group > 0, other=0):",
+        "tl.load(ends_ptr + group - 1, mask=group > 0, other=-1):",
+        "a first expert that has no tokens is expanded",
+        _PACKED,
+    ),
+    (
+        "kernels/cast/packed.py",
+        "group = tl.program_id(0) * TILE_M // group_rows",
+        "group = tl.program_id(0) // group_rows",
+        "experts that have tokens are left out",
+        _PACKED,
+    ),
+    (
+        "tritonfp8/layers/moe/grouped.py",
+        "ops.expand_codes(*rhs, *MXFP4.args, amax_t, offsets), None",
+        "ops.expand_codes(*rhs, *MXFP4.args, None, offsets), None",
+        "experts find scales of rows that are known",
+        _STORED,
+    ),
+    (
         _WEIGHT,
         "            ops.quantize_into(*self._both(), values, *self.spec.args)\n            self._find_row_scale()\n",
         "            ops.quantize_into(*self._both(), values, *self.spec.args)\n",

@@ -82,12 +82,12 @@ def _expanded_constants(spec: QuantSpec) -> dict[str, object]:
 
 
 def plan_expand_codes(
-    plan: Planner, qdata: View, scale: View, row_scale: View | None, spec: str
+    plan: Planner, qdata: View, scale: View, row_scale: View | None, offsets: View | None, spec: str
 ) -> list[View] | None:  # fmt: skip
     """Outputs: qdata, scale."""
     of = spec_of(spec, packed=True)
     found = _read(qdata, scale, of)
-    if found is None or not (row_scale is None or row_scale.is_contiguous()):
+    if found is None or any(x is not None and not x.is_contiguous() for x in (row_scale, offsets)):
         return None
     (m, k), q, scales = found
     shape = of.shape_of(qdata.shape)
@@ -95,14 +95,16 @@ def plan_expand_codes(
     scale_out = plan.empty(scale_shape(shape, EXPANDED.block), torch.float32)
     words = has_words(q, of)
     tile = (cast_tiles.EXPANDED if words else cast_tiles.PACKED).narrowed(k)
+    rows = shape[-2] if offsets is not None else 0
+    grouped = rows > 0 and rows % tile.m == 0
     plan.launch(
         kernels.expand_codes_kernel,
         -(-m // tile.m),
-        (q, scales, row_scale, out, scale_out),
-        (m, k, *q.strides, *scales.strides),
+        (q, scales, row_scale, offsets if grouped else None, out, scale_out),
+        (m, k, *q.strides, *scales.strides, rows),
         {
             **_expanded_constants(of), "DIRECT_CAST": plan.device.has_direct_cast, "WORDS": words,
-            "KNOWN": row_scale is not None, **tile.sizes(),
+            "KNOWN": row_scale is not None, "GROUPED": grouped, **tile.sizes(),
         },
         **tile.options(),
     )  # fmt: skip

@@ -152,7 +152,10 @@ class CodesSource(WeightSource):
 
 @dataclass(frozen=True)
 class PackedSource(CodesSource):
-    """Reads a stored weight, whose codes of 4 bits stay as they are for the GEMM that expands them."""
+    """Reads a stored weight, whose codes of 4 bits stay as they are for the GEMM that expands them.
+
+    Of experts the layer expands them, where it knows which of them have tokens.
+    """
 
     def now(self, weight: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
         """See :class:`CodesSource`. The pair has codes of 4 bits if the weight does and ``specs`` say ``EXPANDED``.

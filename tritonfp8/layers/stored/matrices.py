@@ -120,5 +120,5 @@ class MatricesShard(Shard, StoredMatrices):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-SOURCES.update(dict.fromkeys((StoredRows, StoredMatrices, MatricesShard), CodesSource()))
-SOURCES[StoredWeight] = PackedSource()
+SOURCES.update(dict.fromkeys((StoredRows, MatricesShard), CodesSource()))
+SOURCES.update(dict.fromkeys((StoredWeight, StoredMatrices), PackedSource()))
