@@ -3,7 +3,7 @@
     python -m bench.inference.packed --out bench/results/nvidia-h200
 
 Weights are read in turn, so that none is in cache. The scales of expanded rows are known, as a stored weight has them.
-Each contestant is captured in a CUDA graph. Of experts all weights are read, with the same number of tokens for each, or of those that have tokens.
+Each contestant is captured in a CUDA graph. Of experts those have tokens that a row says, each as many.
 """
 
 from __future__ import annotations
