@@ -62,7 +62,7 @@ ROOM_LINES = {
     "tuning": 1590,  # tiles of transposes that are made from codes
     "launch": 5040,  # transposes that are made from codes, also of several weights and of groups; chains; MXFP4
     "ops": 1880,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
-    "layers": 7110,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
+    "layers": 7125,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 3490,  # MXFP4; NVFP4; load_tensors, headers of a stream; a checkpoint as it was loaded; ranks that save

@@ -105,6 +105,16 @@ def test_every_write_finds_the_scales_of_rows_in_place(kind):
 
 
 @each_kind
+def test_a_write_to_a_part_finds_the_scales_of_its_rows(kind):
+    weight = weights_of(stored(kind, MXFP4))[0].requires_grad_(False)
+    other = type(weight).of(weight.dequantize() * 64.0, MXFP4_SPEC, weight.is_transposed)
+    for part, source in zip(weight.split(2), other.split(2), strict=True):
+        part.detach().copy_(source)
+    assert_bitwise_equal(list(weight._both()), list(other._both()))
+    assert_bitwise_equal(weight._row_scale, other._row_scale)
+
+
+@each_kind
 def test_expanding_reads_the_scales_of_rows(kind, monkeypatch):
     weight = weights_of(stored(kind, MXFP4))[0].requires_grad_(False)
     expected = reference.expand_codes(weight._qdata, weight._scale, *MXFP4_SPEC.args)
@@ -112,7 +122,6 @@ def test_expanding_reads_the_scales_of_rows(kind, monkeypatch):
     _, found = weight.read_operand(EXPANDED, False)
     assert_bitwise_equal(found, expected[1] * 2.0)
     parts = weight.as_shard()
-    assert parts._row_scale is None
     assert_bitwise_equal(list(parts.read_operand(EXPANDED, False)), list(expected))
 
 

@@ -199,10 +199,17 @@ FAULTS = (
         _STORED,
     ),
     (
-        _WEIGHT,
-        "if row_scale is None and not self.is_part and",
-        "if row_scale is None and",
-        "memory that FSDP2 fills again has scales of rows that nobody finds again",
+        "tritonfp8/layers/stored/base.py",
+        "row_scale = None if self.is_part else self._row_scale",
+        "row_scale = self._row_scale",
+        "memory that FSDP2 fills again is expanded by scales of rows that nobody finds again",
+        _STORED,
+    ),
+    (
+        "tritonfp8/layers/stored/rows.py",
+        "        self._find_row_scale()\n",
+        "",
+        "a write to rows of a weight leaves the scales of expanded rows as they were",
         _STORED,
     ),
     (

@@ -66,7 +66,7 @@ class StoredMatrices(StoredWeight):
 
     def as_shard(self) -> MatricesShard:
         """The weight in the form that can be sharded; nothing is copied."""
-        return MatricesShard(*self._both(), self.spec, self.dtype, self.is_transposed)
+        return MatricesShard(*self._both(), self.spec, self.dtype, self.is_transposed, self._row_scale)
 
 
 class MatricesShard(Shard, StoredMatrices):
@@ -93,7 +93,7 @@ class MatricesShard(Shard, StoredMatrices):
 
     def _cut(self, dim: int, start: int, end: int, step: int) -> Self:
         if step == 1 and dim == 0:
-            return self._with(self._qdata[start:end], self._scale[start:end])
+            return self._between(start, end)
         if step == 1 and end - start == self.shape[dim]:
             return self._same()
         raise NotImplementedError(

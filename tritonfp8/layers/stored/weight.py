@@ -86,7 +86,7 @@ class StoredWeight(StoredTensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names, context = super().__tensor_flatten__()
-        return names if self._row_scale is None else [*names, _ROW_SCALE], context
+        return names if self.is_part or self._row_scale is None else [*names, _ROW_SCALE], context
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Self:
@@ -187,11 +187,6 @@ class StoredWeight(StoredTensor):
             target.copy_(x)
         self._find_row_scale()
 
-    def _find_row_scale(self) -> None:
-        """Find the scales of rows again, after codes were written."""
-        if self._row_scale is not None:
-            self._row_scale.copy_(ops.measure_rows(*self._both(), *self.spec.args)[0])
-
     def as_shard(self) -> Tensor:
         """The weight in the form that can be sharded; its codes are not copied.
 
@@ -203,7 +198,9 @@ class StoredWeight(StoredTensor):
                 f"the weight {tuple(self.shape)} of a Conv1D cannot be sharded while it is stored in 8 bits: its codes "
                 "lie in the order of its columns. Leave the Conv1D layers out of convert by filter="
             )
-        return rows_of(*self._both(), self.spec, self.dtype)
+        found = rows_of(*self._both(), self.spec, self.dtype)
+        found._row_scale = self._row_scale
+        return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
