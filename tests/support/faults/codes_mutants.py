@@ -192,9 +192,9 @@ FAULTS = (
         _STORED,
     ),
     (
-        _WEIGHT,
-        "self._row_scale.copy_(ops.measure_rows(*self._both(), *self.spec.args)[0])",
-        "self._row_scale = ops.measure_rows(*self._both(), *self.spec.args)[0]",
+        "tritonfp8/layers/stored/base.py",
+        "self._row_scale.copy_(ops.measure_rows(*self._as_operand(), *self.spec.args)[0])",
+        "self._row_scale = ops.measure_rows(*self._as_operand(), *self.spec.args)[0]",
         "the scales of expanded rows move, so that a CUDA graph reads old ones",
         _STORED,
     ),
