@@ -320,6 +320,21 @@ def _largest_by_words(q_words, s_rows, is_row, K, stride_sk, COLS: tl.constexpr,
 
 
 @triton.jit
+def scale_rows_kernel(
+    q_ptr, s_ptr, scale_ptr, M, K, stride_qm, stride_sm, stride_sk,
+    COLS: tl.constexpr, OUT_QMAX: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The scales that ``expand_codes_kernel`` gives rows, of aligned rows of whole blocks."""
+    begin(DEPENDENT)
+    rows = _rows(tl.program_id(0), TILE_M)
+    q_words = q_ptr.to(tl.pointer_type(tl.int32)) + tl.multiple_of(rows.to(tl.int64) * (stride_qm // 4), (4, 4))
+    s_rows = s_ptr + rows.to(tl.int64) * stride_sm
+    largest = _largest_by_words(q_words, s_rows, rows < M, K, stride_sk, COLS, TILE_N)
+    _, scale = encode_fp32(largest, OUT_QMAX, True)
+    tl.store(scale_ptr + rows, scale[:, None], mask=rows < M)
+
+
+@triton.jit
 def _expand_words(
     out_ptr, q_words, s_rows, scale, rows, M, K, stride_sk, COLS: tl.constexpr, TILE_N: tl.constexpr
 ):  # fmt: skip
@@ -339,19 +354,31 @@ def _expand_words(
 
 
 @triton.jit
+def _known(known_ptr, rows, is_row):
+    """The scales of these rows, float32 ``[m]``."""
+    return tl.reshape(tl.load(known_ptr + rows, mask=is_row, other=1.0), (rows.shape[0],))
+
+
+@triton.jit
 def expand_codes_kernel(
-    q_ptr, s_ptr, out_ptr, scale_ptr, M, K, stride_qm, stride_qk, stride_sm, stride_sk,
+    q_ptr, s_ptr, known_ptr, ends_ptr, out_ptr, scale_ptr, M, K, stride_qm, stride_qk, stride_sm, stride_sk, group_rows,
     COLS: tl.constexpr, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr,
     OUT_QMAX: tl.constexpr, OUT_MANTISSA_BITS: tl.constexpr, OUT_EMIN: tl.constexpr, DIRECT_CAST: tl.constexpr,
-    WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    WORDS: tl.constexpr, KNOWN: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Codes with a scale a block -> 8-bit codes with a scale a row, a power of two.
 
-    A program takes TILE_M rows and reads them twice, the second time from cache. WORDS: eight codes are read, and four
-    written, as one integer; all blocks are whole and rows are aligned.
+    A program takes TILE_M rows. KNOWN: their scales lie at ``known_ptr``, contiguous; else it reads the rows twice, the
+    second time from cache. WORDS: eight codes are read, and four written, as one integer; all blocks are whole and rows
+    are aligned. GROUPED: ``group_rows`` rows, a multiple of TILE_M, are of one group, and are left out if its end, at
+    ``ends_ptr``, is the end of the group before.
     """
     begin(DEPENDENT)
+    if GROUPED:
+        group = tl.program_id(0) * TILE_M // group_rows
+        if tl.load(ends_ptr + group) == tl.load(ends_ptr + group - 1, mask=group > 0, other=0):
+            return
     rows = _rows(tl.program_id(0), TILE_M)
     is_row = rows < M
     q_rows, s_rows = q_ptr + rows.to(tl.int64) * stride_qm, s_ptr + rows.to(tl.int64) * stride_sm
@@ -359,12 +386,19 @@ def expand_codes_kernel(
         tl.static_assert(MANTISSA_BITS == 1 and EMIN == 0 and OUT_MANTISSA_BITS == 3 and OUT_EMIN == -6)
         firsts = tl.multiple_of(rows.to(tl.int64) * (stride_qm // 4), (4, 4))
         q_words = q_ptr.to(tl.pointer_type(tl.int32)) + firsts
-        largest = _largest_by_words(q_words, s_rows, is_row, K, stride_sk, COLS, TILE_N)
-        enc, scale = encode_fp32(largest, OUT_QMAX, True)
+        if KNOWN:
+            scale = _known(known_ptr, rows, is_row)
+        else:
+            largest = _largest_by_words(q_words, s_rows, is_row, K, stride_sk, COLS, TILE_N)
+            _, scale = encode_fp32(largest, OUT_QMAX, True)
         _expand_words(out_ptr, q_words, s_rows, scale, rows, M, K, stride_sk, COLS, TILE_N)
     else:
-        largest = _largest(q_rows, s_rows, is_row, K, stride_qk, stride_sk, COLS, MANTISSA_BITS, EMIN, TILE_N)
-        enc, scale = encode_fp32(largest, OUT_QMAX, True)
+        if KNOWN:
+            scale = _known(known_ptr, rows, is_row)
+            enc = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        else:
+            largest = _largest(q_rows, s_rows, is_row, K, stride_qk, stride_sk, COLS, MANTISSA_BITS, EMIN, TILE_N)
+            enc, scale = encode_fp32(largest, OUT_QMAX, True)
         for pid_n in range(tl.cdiv(K, TILE_N)):
             blocks = _blocks(pid_n, COLS, TILE_N)
             values = _load_scaled(q_rows, s_rows, is_row, blocks, K, stride_qk, stride_sk, COLS, MANTISSA_BITS, EMIN)

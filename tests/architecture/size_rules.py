@@ -54,15 +54,15 @@ def class_name_violations(modules):
 
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
-    "kernels": 5310,  # transposes from codes, also of several weights and of groups; MXFP4, at random too; gradients
+    "kernels": 5670,  # transposes from codes, also of several weights and of groups; MXFP4, at random too; gradients
     "compat": 1405,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; merging by peft; Ctrl-C
     "specs": 1190,  # naming; which transposes can be made from codes; two codes a byte; codes that are only read
     "recipes": 700,  # transposed_from, a backward that dequantizes, files of the recipes of layers; mxfp4_weights
-    "reference": 2115,  # rows with bits of their own: attention, norms, gates; chains; MXFP4; parts of gradients
-    "tuning": 1540,  # tiles of transposes that are made from codes
-    "launch": 4950,  # transposes from codes, also of several weights and of groups; chains; MXFP4; parts of gradients
-    "ops": 1870,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
-    "layers": 7020,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
+    "reference": 2150,  # rows with bits of their own: attention, norms, gates; chains; MXFP4; parts of gradients
+    "tuning": 1595,  # tiles of transposes that are made from codes
+    "launch": 5150,  # transposes from codes, also of several weights and of groups; chains; MXFP4; parts of gradients
+    "ops": 1895,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
+    "layers": 7150,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
     "conversion": 1845,  # the host's launches in filter="auto", by the block; conditioning layers of diffusion models
     "export": 3490,  # MXFP4; NVFP4; load_tensors, headers of a stream; a checkpoint as it was loaded; ranks that save
@@ -83,7 +83,7 @@ ROOM_LINES = {
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
 # MXFP4; NVFP4; codes in each mode; health; advice; diffusion; engines; chains; exact models; scaling; gradients
 # in 8 bits and in an order that no number of ranks changes
-TEST_LINES = 59_200
+TEST_LINES = 59_600
 
 
 def room_violations(modules, limits=None):

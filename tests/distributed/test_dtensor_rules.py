@@ -24,7 +24,7 @@ LOCAL = {
     "scaled_grouped_matmul", "grouped_matmul", "grouped_sum", "swiglu",
     "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows", "transpose_group_codes",
     "quantize_into", "exact_attention", "exact_attention_backward", "rms_norm", "rms_norm_backward", "row_logsumexp",
-    "gated", "gated_backward", "rotary_tables", "routed", "expand_codes", "measure_rows",
+    "gated", "gated_backward", "rotary_tables", "routed", "expand_codes", "measure_rows", "packed_matmul",
 }  # fmt: skip
 
 

@@ -175,7 +175,7 @@ def test_every_op_whose_launch_only_runs_a_plan_has_a_planner():
     assert set(PLANNABLE) == {
         "quantize", "quantize_both", "quantize_both_sum", "quantize_with_amax", "quantize_weights", "dequantize",
         "transpose", "chain", "expand_codes", "measure_rows",
-        "transpose_codes", "transpose_group_codes", "scaled_matmul", "operand_figures",
+        "transpose_codes", "transpose_group_codes", "scaled_matmul", "packed_matmul", "operand_figures",
         "quantize_groups", "quantize_groups_both", "quantize_matrices", "quantize_matrices_with_amax",
         "scaled_grouped_matmul", "grouped_sum",
         "swiglu", "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows",

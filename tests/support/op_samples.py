@@ -71,7 +71,15 @@ def samples(device):
         )  # fmt: skip
         yield ops.dequantize, (*codes, *spec.args, torch.bfloat16)
         yield ops.expand_codes, (*codes, *spec.args)
+        yield ops.expand_codes, (*codes, *spec.args, reference.measure_rows(*codes, *spec.args)[0])
+        ends = torch.tensor([1, 2], dtype=torch.int32, device=device)
+        yield ops.expand_codes, (*codes, *spec.args, None, ends)
         yield ops.measure_rows, (*codes, *spec.args)
+        weight = reference.quantize(x[:24], *spec.args)
+        found = (*reference.quantize(x, *ROW.args), *ROW.args, *weight, *spec.args)
+        yield ops.packed_matmul, found
+        of_rows = reference.measure_rows(*weight, *spec.args)[0]
+        yield ops.packed_matmul, (*found, None, None, None, None, "precise", False, of_rows)
     for spec in (SPEC_OF_BLOCK[0], ROW):
         yield ops.quantize_with_amax, (x, *spec.args, *spec.args)
     for spec in (ROW, VECTOR, MX, SQUARE):

@@ -104,7 +104,7 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
     return torch.empty(spec_of(spec, packed=True, read=True).shape_of(qdata.shape), dtype=dtype, device=qdata.device)
 
 
-def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+def expand_codes(qdata: Tensor, scale: Tensor, spec: str, *args: Any) -> tuple[Tensor, Tensor]:
     return quantize(dequantize(qdata, scale, spec, torch.float32), *EXPANDED.args)
 
 
@@ -120,6 +120,9 @@ def transpose(qdata: Tensor) -> Tensor:
 def scaled_matmul(a: Tensor, *args: Any) -> Tensor:
     b, out_dtype = args[2], (args[8] if len(args) > 8 else None) or torch.bfloat16
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+packed_matmul = scaled_matmul
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:

@@ -26,6 +26,11 @@ def scaled_matmul(a: _Shape, a_scale: _Shape, a_spec: str, b: _Shape, *others: o
     return _product(a, b)
 
 
+def packed_matmul(a: _Shape, a_scale: _Shape, a_spec: str, b: _Shape, *others: object, **options: object) -> int:
+    """Of ``a [M, K] @ b.T``, of which ``b [N, K / 2]`` has two codes a byte."""
+    return _product(a, b)
+
+
 def matmul(a: _Shape, b: _Shape, *others: object, **options: object) -> int:
     """Of ``a [M, K] @ b [N, K].T``, with a bias or without."""
     return _product(a, b)
@@ -65,5 +70,13 @@ def grouped_matmul(a: _Shape, b: _Shape, *others: object, **options: object) -> 
     return _product(a, b[-2:])
 
 
-for _formula in (scaled_matmul, matmul, scaled_grouped_matmul, grouped_matmul, whole_linear, whole_linear_backward):
+for _formula in (
+    scaled_matmul,
+    packed_matmul,
+    matmul,
+    scaled_grouped_matmul,
+    grouped_matmul,
+    whole_linear,
+    whole_linear_backward,
+):
     register_flop_formula(getattr(getattr(torch.ops, registry.NAMESPACE), _formula.__name__))(_formula)

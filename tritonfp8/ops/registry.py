@@ -96,7 +96,9 @@ _CASTS = {
         "(Tensor qdata, Tensor scale, str spec, ScalarType dtype) -> Tensor",
         sharding=Rule({"qdata": Operand("RC"), "scale": Operand("RC", "spec")}, (Operand("RC"),)),
     ),
-    "expand_codes": Op("(Tensor qdata, Tensor scale, str spec) -> (Tensor, Tensor)"),
+    "expand_codes": Op(
+        "(Tensor qdata, Tensor scale, str spec, Tensor? row_scale=None, Tensor? offsets=None) -> (Tensor, Tensor)"
+    ),
     "measure_rows": Op("(Tensor qdata, Tensor scale, str spec) -> (Tensor, Tensor)"),
     "transpose": Op(
         "(Tensor qdata) -> Tensor",
@@ -164,6 +166,12 @@ _GEMMS = {
             (Operand("MN"),),
             forbids=("bias", "activation", "residual", "batch_invariant"),
         ),
+    ),
+    "packed_matmul": Op(
+        "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, "
+        "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, "
+        "str accumulation='precise', bool batch_invariant=False, Tensor? b_row_scale=None) -> Tensor",
+        kind=scaled_matmul_kind,
     ),
     "matmul": Op(
         "(Tensor a, Tensor b, Tensor? bias=None, bool batch_invariant=False) -> Tensor",
@@ -247,6 +255,8 @@ _LAYERS = {
     "without_backward": Op("(Tensor out, Tensor a, Tensor? b=None, Tensor? c=None, Tensor? d=None) -> Tensor"),
     # grad_output ties the call to backward: without it a compiler may move the read of backward's gather to forward.
     "weight_operand": Op("(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"),
+    # Returns (qdata, scale, scales of rows) of stored codes of fewer than 8 bits; of 8 bits, (qdata,).
+    "packed_operand": Op("(Tensor weight) -> Tensor[]"),
     # Returns (qdata, scale), or only qdata if the scale is given.
     "gathered_operand": Op(
         "(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, int above, int left, str spec, "

@@ -1,11 +1,11 @@
-"""What is made from codes: transposes and 8-bit codes; and both orientations of groups. Plain torch, on any device."""
+"""What is made from codes: transposes, 8-bit codes, GEMMs; both orientations of groups. Plain torch, on any device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tritonfp8.reference import casts, grouped
+from tritonfp8.reference import casts, gemms, grouped
 from tritonfp8.specs import EXPANDED, check_group_spec, check_transposable, empty_grouped_scale, moves_codes, spec_of
 from tritonfp8.specs.formats import FORMATS
 
@@ -47,7 +47,9 @@ def transpose_codes(
     return qdata, scales
 
 
-def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+def expand_codes(
+    qdata: Tensor, scale: Tensor, spec: str, row_scale: Tensor | None = None, offsets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """8-bit codes with a scale a row of codes of fewer bits: ``quantize(dequantize(codes, float32), EXPANDED)``.
 
     An e2m1 value with its e8m0 scale is exact in e4m3 by the row's scale if its block's exponent lies up to 14 below
@@ -58,11 +60,17 @@ def expand_codes(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tenso
         qdata: ``[..., K / 2]`` uint8, two codes a byte.
         scale: of the codes.
         spec: the text of their :class:`~tritonfp8.QuantSpec`.
+        row_scale: float32 ``[..., 1]``, what :func:`measure_rows` found; saves a pass over the codes.
+        offsets: of matrices ``[E, N, K / 2]``: int32 ``[E]``, the end of each group of tokens that a grouped GEMM
+            multiplies by them. The result of a matrix without tokens is undefined; kernels leave most of them out.
 
     Returns:
         ``(qdata, scale)``: e4m3 ``[..., K]`` and float32 ``[..., 1]``.
     """
-    return casts.quantize(casts.dequantize(qdata, scale, spec, torch.float32), *EXPANDED.args)
+    values = casts.dequantize(qdata, scale, spec, torch.float32)
+    if row_scale is None:
+        return casts.quantize(values, *EXPANDED.args)
+    return casts.codes_by(values, row_scale, EXPANDED), row_scale.clone()
 
 
 def measure_rows(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor]:
@@ -78,6 +86,32 @@ def measure_rows(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tenso
     codes, scales = casts.quantize(values, *EXPANDED.args)
     exact = casts.dequantize(codes, scales, *EXPANDED.args, torch.float32) == values
     return scales, ((~exact).sum(-1, keepdim=True) * ~scales.isnan()).int()
+
+
+def packed_matmul(
+    a: Tensor,
+    a_scale: Tensor,
+    a_spec: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_spec: str,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = torch.bfloat16,
+    accumulation: str = "precise",
+    batch_invariant: bool = False,
+    b_row_scale: Tensor | None = None,
+) -> Tensor:
+    """:func:`~tritonfp8.reference.scaled_matmul` of a weight ``b [N, K / 2]`` whose codes are expanded first.
+
+    The other arguments are as there; for ``b_row_scale [N, 1]`` see :func:`expand_codes`.
+    """
+    codes, scales = expand_codes(b, b_scale, b_spec, b_row_scale)
+    return gemms.scaled_matmul(
+        a, a_scale, a_spec, codes, scales, *EXPANDED.args,
+        bias, activation, residual, out_dtype, accumulation, batch_invariant,
+    )  # fmt: skip
 
 
 def quantize_groups_both(

@@ -3,7 +3,7 @@
 Exports the choice of a GEMM's configuration, the tiles of the casts, and the files of tuned entries.
 """
 
-from tritonfp8.tuning import cast_tiles, grouped_tiles, optimizer_tiles, store
+from tritonfp8.tuning import cast_tiles, grouped_tiles, optimizer_tiles, packed_tiles, store
 from tritonfp8.tuning.cast_tiles import VECTOR_BYTES, BlockShape, CastTile
 from tritonfp8.tuning.chooser import (
     candidates,

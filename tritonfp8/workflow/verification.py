@@ -17,7 +17,7 @@ from tritonfp8.layers import recorded_modules
 from tritonfp8.layers.linear import compared_casts, is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import GEMMS, Recipe
-from tritonfp8.specs import spec_of
+from tritonfp8.specs import MXFP4, spec_of
 from tritonfp8.specs.checks import require, require_flag
 from tritonfp8.specs.naming import unwrapped
 from tritonfp8.workflow.outputs import floating_tensors, keywords, own_loss, total
@@ -182,7 +182,7 @@ def _gemm(ran: Sequence[counting.RanGemm], all_flops: int, is_grouped: bool) -> 
     flops = sum(each.flops for each in ran)
     quantized, high = (f"{name}grouped_matmul" if is_grouped else f"{name}matmul" for name in ("scaled_", ""))
     return GemmReport(
-        op=joined(f"tritonfp8.{quantized if ':' in each.operands[0] else high}" for each in ran),
+        op=joined(f"tritonfp8.{_op(each.operands, quantized, high)}" for each in ran),
         dtype=joined(_dtype(each.operands) for each in ran),
         kind=joined(each.kind for each in ran),
         device=joined(each.device.type for each in ran),
@@ -192,9 +192,15 @@ def _gemm(ran: Sequence[counting.RanGemm], all_flops: int, is_grouped: bool) -> 
     )
 
 
+def _op(operands: tuple[str, str], quantized: str, high: str) -> str:
+    if ":" not in operands[0]:
+        return high
+    return "packed_matmul" if spec_of(operands[1], packed=True) == MXFP4 else quantized
+
+
 def _dtype(operands: tuple[str, str]) -> str:
     left, right = operands
-    return f"{spec_of(left).format} x {spec_of(right).format}" if ":" in left else left
+    return f"{spec_of(left).format} x {spec_of(right, packed=True).format}" if ":" in left else left
 
 
 def _other_flops(reads: WeightReads, with_grad: set[str]) -> dict[str, tuple[tuple[str, ...], int]]:

@@ -14,11 +14,15 @@ def test_casts_compile_for_every_target(compiled, shape, cc):
     (text,), (m, k) = PACKED_SPECS[0].args, shape
     codes = torch.empty(m, k // 2, dtype=torch.uint8, device="meta")
     scale = torch.empty(m, -(-k // 32), dtype=torch.float8_e8m0fnu, device="meta")
+    row_scale = torch.empty(m, 1, dtype=torch.float32, device="meta")
+    offsets = torch.empty(1, dtype=torch.int32, device="meta")
     for call in (
         lambda: casts.quantize(matrix(*shape), text),
         lambda: casts.quantize(matrix(*shape, dtype=torch.float32), text),
         lambda: casts.dequantize(codes, scale, text, torch.bfloat16),
         lambda: casts.expand_codes(codes, scale, text),
+        lambda: casts.expand_codes(codes, scale, text, row_scale),
+        lambda: casts.expand_codes(codes[None], scale[None], text, row_scale, offsets),
         lambda: casts.measure_rows(codes, scale, text),
     ):
         ((_, report),) = compiled(cc, call)

@@ -36,7 +36,10 @@ def check_rows(codes, text):
     ):
         found = launched(*codes, text)
         assert_bitwise_equal(list(found), list(expected(*codes, text)))
-    return found[1]
+    row_scale, rounded = found
+    for launched in (casts.expand_codes, reference.expand_codes):
+        assert_bitwise_equal(list(launched(*codes, text, row_scale)), list(reference.expand_codes(*codes, text)))
+    return rounded
 
 
 def check(x, spec, device):
@@ -147,3 +150,20 @@ def test_rounding_at_random(device, spec, shape, place):
         launch.quantize_at_random(*found, x.to(device), keys, *spec.args, place)
         reference.quantize_at_random(*expected, x.to(device), keys, *spec.args, place)
         assert_bitwise_equal(found, expected)
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("n", "k", "is_left_out"), [(6, 4096, True), (128, 192, True), (5, 4096, False), (6, 40, False)]
+)
+@pytest.mark.parametrize("knows_rows", [False, True])
+def test_matrices_without_tokens_are_left_out(device, n, k, is_left_out, knows_rows):
+    (text,) = SPECS[0].args
+    codes = reference.quantize(banded(4 * n, k).view(4, n, k).to(device), text)
+    offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32, device=device)
+    row_scale = reference.measure_rows(*codes, text)[0] if knows_rows else None
+    found, expected = casts.expand_codes(*codes, text, row_scale, offsets), reference.expand_codes(*codes, text)
+    for x, wanted in zip(found, expected, strict=True):
+        assert_bitwise_equal(x[1::2].contiguous(), wanted[1::2].contiguous())
+    for x, wanted in zip(found[0][::2], expected[0][::2], strict=True):
+        assert torch.equal(x.view(torch.uint8), wanted.view(torch.uint8)) is not is_left_out

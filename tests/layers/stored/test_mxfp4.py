@@ -19,9 +19,12 @@ from stored_layers import (
     weights_of,
 )
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import tritonfp8
 from tritonfp8 import QuantSpec, ops, recipes, reference
+from tritonfp8.layers.linear import weight_source
 from tritonfp8.layers.stored import MatricesShard, StoredWeight, stored_as_layer
 from tritonfp8.reference import rounding_keys
 from tritonfp8.specs import EXPANDED
@@ -47,7 +50,8 @@ def test_codes_are_the_reference_s_and_take_a_quarter(kind):
     assert torch.equal(weight.dequantize().float(), reference.dequantize(*codes, *MXFP4_SPEC.args, torch.float32))
     assert (weight.shape, weight.dtype) == (values.shape, torch.bfloat16)
     big = StoredWeight.of(normal(64, 4096, dtype=torch.bfloat16), MXFP4_SPEC)
-    assert big.nbytes == 64 * 4096 * 4.25 / 8
+    # Behind them the scales that rows have when they are expanded.
+    assert big.nbytes == 64 * 4096 * 4.25 / 8 + 64 * 4
 
 
 @each_kind
@@ -64,6 +68,65 @@ def test_operands_are_exact(kind):
         assert_bitwise_equal(list(weight.read_operand(spec, True)), list(cast(values, *spec.args, True)))
 
 
+def assert_scales_of_rows(weights):
+    for weight in weights:
+        expected, _ = reference.measure_rows(weight._qdata, weight._scale, *MXFP4_SPEC.args)
+        assert_bitwise_equal(weight._row_scale, expected)
+
+
+@each_kind
+def test_every_write_finds_the_scales_of_rows_in_place(kind):
+    model = stored(kind, MXFP4).requires_grad_(False)
+    weight, *others = weights_of(model)
+    assert_scales_of_rows([weight, *others])
+    values = weight.dequantize()
+    other = StoredWeight.of(values.flatten(0, -2) * 5.0, MXFP4_SPEC).dequantize().view(values.shape)
+    kept, address = weight._row_scale, weight._row_scale.data_ptr()
+    state = {key: x * 3.0 for key, x in model.state_dict().items()}
+    writes = (
+        lambda: weight.copy_(values * 2.0**9),
+        lambda: weight.copy_(type(weight).of(values * 2.0**-9, MXFP4_SPEC, weight.is_transposed)),
+        lambda: setattr(weight, "data", other),
+        lambda: weight.overwrite(values * 2.0**3),
+        lambda: weight.view(-1)[:32].fill_(2.0**20),
+        lambda: weight.zero_(),
+        lambda: model.load_state_dict(state),
+    )
+    for write in writes:
+        before = weight._row_scale.clone()
+        write()
+        assert not torch.equal(weight._row_scale, before)
+        assert weight._row_scale is kept
+        assert kept.data_ptr() == address
+        assert_scales_of_rows([weight, *others])
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), reloaded(model, weights_only=False)):
+        assert_scales_of_rows(weights_of(copied))
+        assert weights_of(copied)[0]._row_scale.data_ptr() != address
+    assert_scales_of_rows([weight.clone(), weight.float(), weight.mT])
+    assert weight.detach()._row_scale is kept
+
+
+@each_kind
+def test_a_write_to_a_part_finds_the_scales_of_its_rows(kind):
+    weight = weights_of(stored(kind, MXFP4))[0].requires_grad_(False)
+    other = type(weight).of(weight.dequantize() * 64.0, MXFP4_SPEC, weight.is_transposed)
+    for part, source in zip(weight.split(2), other.split(2), strict=True):
+        part.detach().copy_(source)
+    assert_bitwise_equal(list(weight._both()), list(other._both()))
+    assert_bitwise_equal(weight._row_scale, other._row_scale)
+
+
+@each_kind
+def test_expanding_reads_the_scales_of_rows(kind, monkeypatch):
+    weight = weights_of(stored(kind, MXFP4))[0].requires_grad_(False)
+    expected = reference.expand_codes(weight._qdata, weight._scale, *MXFP4_SPEC.args)
+    weight._row_scale.mul_(2.0)
+    _, found = weight.read_operand(EXPANDED, False)
+    assert_bitwise_equal(found, expected[1] * 2.0)
+    parts = weight.as_shard()
+    assert_bitwise_equal(list(parts.read_operand(EXPANDED, False)), list(expected))
+
+
 @each_kind
 def test_what_a_scale_a_row_rounds_is_counted_and_blocks_hold_it(kind):
     values = values_of(kind)
@@ -76,6 +139,78 @@ def test_what_a_scale_a_row_rounds_is_counted_and_blocks_hold_it(kind):
     assert torch.equal(reference.dequantize(*found, *BLOCKS.args, torch.float32), weight.dequantize().float())
     found = weight.read_operand(EXPANDED, False)
     assert not torch.equal(reference.dequantize(*found, *EXPANDED.args, torch.float32), weight.dequantize().float())
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_a_linear_layer_gives_its_codes_to_the_gemm(recipe, monkeypatch):
+    """Where the GEMM expands them; the bits are of codes that are expanded before, also of the gradient."""
+    layer = tritonfp8.Float8Linear(96, 24, recipe=recipes.get(recipe), dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(StoredWeight.of(normal(24, 96, dtype=torch.bfloat16), MXFP4_SPEC), False)
+    x = normal(5, 96, dtype=torch.bfloat16).requires_grad_()
+    calls, function = [], ops.packed_matmul
+    monkeypatch.setattr(ops, "packed_matmul", lambda *args: calls.append(args[3].dtype) or function(*args))
+    out = layer(x)
+    out.sum().backward()
+    assert calls == [torch.uint8] * (recipe == "rowwise")
+    found, x.grad = [out.detach(), x.grad], None
+    monkeypatch.setattr(weight_source.PackedSource, "now", weight_source.CodesSource.now)
+    out = layer(x)
+    out.sum().backward()
+    assert calls == [torch.uint8] * (recipe == "rowwise")
+    assert_bitwise_equal(found, [out.detach(), x.grad])
+
+
+def test_experts_expand_the_codes_of_those_that_have_tokens(monkeypatch):
+    """The last one has none."""
+    module = stored(EXPERTS_KIND, MXFP4).requires_grad_(False)
+    expected, ends = call(module, EXPERTS_KIND), []
+
+    def expand(qdata, scale, spec, row_scale, offsets):
+        ends.append(offsets)
+        codes, scales = reference.expand_codes(qdata, scale, spec, row_scale)
+        codes[-1], scales[-1] = torch.nan, torch.nan
+        return codes, scales
+
+    monkeypatch.setattr(ops, "expand_codes", expand)
+    assert_bitwise_equal(call(module, EXPERTS_KIND), expected)
+    assert [x[-2] == x[-1] for x in ends] == [True, True]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp4_weights"])
+def test_a_compiled_layer_gives_its_codes_to_the_gemm(recipe):
+    layer = tritonfp8.Float8Linear(96, 24, recipe=recipes.get(recipe), dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(StoredWeight.of(normal(24, 96, dtype=torch.bfloat16), MXFP4_SPEC), False)
+    x = normal(5, 96, dtype=torch.bfloat16).requires_grad_()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append({node.target for node in graph.graph.nodes})
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    for scale in (1.0, 64.0):
+        layer.weight.copy_(normal(24, 96, dtype=torch.bfloat16) * scale)
+        found = []
+        for each in (compiled, layer):
+            out = each(x)
+            found += [out.detach(), *torch.autograd.grad(out.sum(), x)]
+        assert_bitwise_equal(found[:2], found[2:])
+    assert ops.packed_matmul in graphs[0]
+    gemm = tritonfp8.verify(layer, x).layers[""].gemms["output"]
+    assert (gemm.op, gemm.dtype) == ("tritonfp8.packed_matmul", "e4m3 x e2m1")
+    assert not {ops.expand_codes, ops.measure_rows} & set.union(*graphs)
+
+
+def test_compiled_experts_find_no_scales_of_rows():
+    module, graphs = stored(EXPERTS_KIND, MXFP4).requires_grad_(False), []
+
+    def backend(graph, inputs):
+        graphs.extend(node for node in graph.graph.nodes if node.target is ops.expand_codes)
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(module, backend=aot_autograd(fw_compiler=backend))
+    assert_bitwise_equal(call(compiled, EXPERTS_KIND), call(module, EXPERTS_KIND))
+    assert [sum(isinstance(x, torch.fx.Node) for x in node.args) for node in graphs] == [4, 4]
 
 
 @each_kind

@@ -27,6 +27,6 @@ from tritonfp8.launch.casts.grouped import (
     swiglu_backward_amax,
     swiglu_backward_amax_,
 )
-from tritonfp8.launch.casts.packed import expand_codes, measure_rows
+from tritonfp8.launch.casts.packed import add_row_scales, expand_codes, has_words, measure_rows
 from tritonfp8.launch.casts.transposes import MOST_WEIGHTS
 from tritonfp8.launch.casts.weights import quantize_weights

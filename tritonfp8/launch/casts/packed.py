@@ -81,29 +81,55 @@ def _expanded_constants(spec: QuantSpec) -> dict[str, object]:
     return {**_constants(spec), **out}
 
 
-def plan_expand_codes(plan: Planner, qdata: View, scale: View, spec: str) -> list[View] | None:
+def plan_expand_codes(
+    plan: Planner, qdata: View, scale: View, row_scale: View | None, offsets: View | None, spec: str
+) -> list[View] | None:  # fmt: skip
     """Outputs: qdata, scale."""
     of = spec_of(spec, packed=True)
     found = _read(qdata, scale, of)
-    if found is None:
+    if found is None or any(x is not None and not x.is_contiguous() for x in (row_scale, offsets)):
         return None
     (m, k), q, scales = found
     shape = of.shape_of(qdata.shape)
     out = plan.empty(shape, FORMATS[EXPANDED.format].dtype)
     scale_out = plan.empty(scale_shape(shape, EXPANDED.block), torch.float32)
-    words = k % of.block[1] == 0 and q.has_tma_layout()
+    words = has_words(q, of)
     tile = (cast_tiles.EXPANDED if words else cast_tiles.PACKED).narrowed(k)
+    rows = shape[-2] if offsets is not None else 0
+    grouped = rows > 0 and rows % tile.m == 0
     plan.launch(
         kernels.expand_codes_kernel,
         -(-m // tile.m),
-        (q, scales, out, scale_out),
-        (m, k, *q.strides, *scales.strides),
+        (q, scales, row_scale, offsets if grouped else None, out, scale_out),
+        (m, k, *q.strides, *scales.strides, rows),
         {
-            **_expanded_constants(of), "DIRECT_CAST": plan.device.has_direct_cast, "WORDS": words, **tile.sizes(),
+            **_expanded_constants(of), "DIRECT_CAST": plan.device.has_direct_cast, "WORDS": words,
+            "KNOWN": row_scale is not None, "GROUPED": grouped, **tile.sizes(),
         },
         **tile.options(),
     )  # fmt: skip
     return [out, scale_out]
+
+
+def has_words(q: View, spec: QuantSpec) -> bool:
+    """Whether kernels can read eight codes at a time: rows are aligned, and their blocks whole."""
+    return 2 * q.shape[1] % spec.block[1] == 0 and q.has_tma_layout()
+
+
+def add_row_scales(plan: Planner, q: View, scales: View, spec: QuantSpec) -> View:
+    """Add the launch that finds the scales of rows, float32 ``[m, 1]``, of codes ``[m, k / 2]`` that have words."""
+    m, k = q.shape[0], 2 * q.shape[1]
+    out = plan.empty((m, 1), torch.float32)
+    tile = cast_tiles.EXPANDED.narrowed(k)
+    plan.launch(
+        kernels.scale_rows_kernel,
+        -(-m // tile.m),
+        (q, scales, out),
+        (m, k, q.strides[0], *scales.strides),
+        {"COLS": spec.block[1], "OUT_QMAX": FORMATS[EXPANDED.format].qmax, **tile.sizes()},
+        **tile.options(),
+    )
+    return out
 
 
 def plan_measure_rows(plan: Planner, qdata: View, scale: View, spec: str) -> list[View] | None:

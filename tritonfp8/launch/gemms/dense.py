@@ -136,7 +136,7 @@ def _plan_specialized(plan: Planner, p: GemmOperands, config: MatmulConfig, coun
     )
 
 
-def _workspace(plan: Planner, p: GemmOperands, config: MatmulConfig) -> tuple[View, int]:
+def workspace_of(plan: Planner, p: GemmOperands, config: MatmulConfig) -> tuple[View, int]:
     """Memory of the partial sums, in rows that TMA can address, and the number of rows of a part of K.
 
     Allocated for each launch: under the caching allocator that is safe on every stream and in a CUDA graph.
@@ -165,7 +165,7 @@ def _plan_gemm(
         )  # fmt: skip
     pieces = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
     count = programs(plan, config, pieces)
-    workspace, rows = _workspace(plan, p, config) if config.split_k > 1 else (None, 0)
+    workspace, rows = workspace_of(plan, p, config) if config.split_k > 1 else (None, 0)
     gemm = p if workspace is None else p.partial_sums(workspace)
     if config.specialized:
         along_k = zip(p.scales, p.rows, strict=True) if p.family == "blockwise" else ()

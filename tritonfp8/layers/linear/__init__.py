@@ -80,6 +80,7 @@ from tritonfp8.layers.linear.weight_source import (
     CASTS,
     CodesSource,
     Operands,
+    PackedSource,
     WeightSource,
     quantize_weight,
     raise_without_transpose,

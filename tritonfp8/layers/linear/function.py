@@ -16,14 +16,24 @@ from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, Later, OperandProvi
 from tritonfp8.layers.linear.weight_source import CASTS, WeightSource, serves_both
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Gemm, Recipe, recipe_of
+from tritonfp8.specs import MXFP4
 
 
 def multiply(
-    gemm: Gemm, lhs: Pair, rhs: Pair, bias: Tensor | None, out_dtype: torch.dtype, residual: Tensor | None = None
-) -> Tensor:
-    """``lhs @ rhs.T + bias + residual`` on operands that are quantized as ``gemm`` says."""
+    gemm: Gemm, lhs: Pair, rhs: Pair, bias: Tensor | None, out_dtype: torch.dtype, residual: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``lhs @ rhs.T + bias + residual`` on operands that are quantized as ``gemm`` says.
+
+    ``rhs`` may have codes of MXFP4, two a byte: the GEMM expands them to what ``gemm`` says, by ``row_scale``.
+    """
     assert gemm.lhs is not None
     assert gemm.rhs is not None
+    if row_scale is not None:
+        return ops.packed_matmul(
+            lhs[0], lhs[1], *gemm.lhs.args, rhs[0], rhs[1], *MXFP4.args,
+            bias, None, residual, out_dtype, gemm.accumulation, gemm.batch_invariant, row_scale,
+        )  # fmt: skip
     return ops.scaled_matmul(
         lhs[0], lhs[1], *gemm.lhs.args, rhs[0], rhs[1], *gemm.rhs.args,
         bias, None, residual, out_dtype, gemm.accumulation,
@@ -97,7 +107,9 @@ class LinearFunction(torch.autograd.Function):
             out, *made, weight_amax_t = _run(chain, tensors)
             kept = kept if made[0] is None else (made[0], made[1])
         elif recipe.output.rhs is not None:
-            out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
+            is_packed = weight_pair[0].dtype == torch.uint8  # type: ignore[union-attr]
+            row_scale, weight_amax_t = (weight_amax_t, None) if is_packed else (None, weight_amax_t)
+            out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype, row_scale=row_scale)
         else:
             out = ops.matmul(input, weight, bias)
         if plan.provider is not LOCAL:

@@ -16,7 +16,7 @@ from tritonfp8.layers.extensions import SOURCES
 from tritonfp8.layers.linear.operands import NO_PAIR, Later, Pair, Specs, quantize_for, quantize_later, quantize_now
 from tritonfp8.ops.passes import may_batch
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs import TENSORWISE, QuantSpec
+from tritonfp8.specs import EXPANDED, TENSORWISE, QuantSpec
 from tritonfp8.specs.checks import check_floating, require_flag, shown
 from tritonfp8.specs.quantized import Quantized
 
@@ -148,6 +148,28 @@ class CodesSource(WeightSource):
             NO_PAIR if spec is None else read_operand(weight, spec, False),
             NO_PAIR if spec_t is None else read_operand(weight, spec_t, True),
         )
+
+
+@dataclass(frozen=True)
+class PackedSource(CodesSource):
+    """Reads a stored weight, whose codes of 4 bits stay as they are for the GEMM that expands them.
+
+    Of experts the layer expands them, where it knows which of them have tokens.
+    """
+
+    def now(self, weight: Tensor, specs: Specs) -> tuple[Pair, Tensor | None]:
+        """See :class:`CodesSource`. The pair has codes of 4 bits if the weight does and ``specs`` say ``EXPANDED``.
+
+        In place of amaxes come the scales that rows have when they are expanded.
+        """
+        if specs.spec == EXPANDED:
+            is_traced = torch.compiler.is_compiling()
+            # See read_operand.
+            found = ops.packed_operand(weight.detach()) if is_traced else weight.packed_operand()  # type: ignore[attr-defined]
+            if len(found) > 1:
+                qdata, scale, row_scale = found
+                return (qdata, scale), row_scale
+        return super().now(weight, specs)
 
 
 def read_operand(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:

@@ -44,7 +44,7 @@ from tritonfp8.layers.moe.checks import (
 from tritonfp8.layers.recompute import decided
 from tritonfp8.layers.unsupported import refuse_transform
 from tritonfp8.recipes import Gemm, Recipe, get
-from tritonfp8.specs import QuantSpec
+from tritonfp8.specs import MXFP4, QuantSpec
 from tritonfp8.specs.quantized import QuantizedGroups
 
 
@@ -180,6 +180,9 @@ class GroupedPlan(NamedTuple):
             else:
                 spec_t = self.recipe.grad_input.rhs if self.needs_grad_input else None
                 rhs, amax_t = self.source.now(weight, Specs(gemm.rhs, spec_t, codes))
+                if rhs[0] is not None and rhs[0].dtype == torch.uint8:
+                    # Of experts that have tokens: few, where few tokens are decoded.
+                    rhs, amax_t = ops.expand_codes(*rhs, *MXFP4.args, amax_t, offsets), None
             out = _multiply(gemm, lhs, rhs, offsets, bias, rows.x.dtype)
         if not self.needs_grad_input:
             return out, [None, None, None]

@@ -180,7 +180,7 @@ class CodesTensor(Tensor, metaclass=_Made):
         # pickle does not know memory of 8-bit floats, so they are sent as bytes.
         context, inner = self.__tensor_flatten__()[1], self._inner()  # type: ignore[attr-defined]
         sent = {name: (t.view(torch.uint8) if t.itemsize == 1 else t, t.dtype) for name, t in inner.items()}
-        others = {name: value for name, value in self.__dict__.items() if name not in inner}
+        others = {name: value for name, value in self.__dict__.items() if name not in {*inner, "_row_scale"}}
         return _unpickled, (type(self), sent, context, self.requires_grad, isinstance(self, nn.Parameter), others)
 
 
@@ -230,6 +230,9 @@ class StoredTensor(CodesTensor):
     # Whether this tensor is the transpose of the codes.
     is_transposed: bool = False
     _qdata: Tensor
+    # The scales that ``expand_codes`` gives rows, float32 ``[..., N, 1]``; None where each expansion finds them. A part
+    # of the memory of a whole weight has them for its writes, not for its reads, as FSDP2 fills memory of parts again.
+    _row_scale: Tensor | None = None
     # Quantizes values, or their transpose: ``(qdata, scale)``.
     _cast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.quantize)
 
@@ -242,7 +245,7 @@ class StoredTensor(CodesTensor):
 
     def _stable_hash_for_caching(self) -> str:
         """What a graph on disk depends on; the same in every process."""
-        inner = [(x.dtype, tuple(x.shape), x.stride(), x.device) for x in self._both()]
+        inner = [(x.dtype, tuple(x.shape), x.stride(), x.device) for x in self._inner().values()]
         return repr((self.spec.args, *self.__tensor_flatten__()[1][1:], inner))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -251,7 +254,7 @@ class StoredTensor(CodesTensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of codes and scales."""
-        return sum(x.nbytes for x in self._both())
+        return sum(x.nbytes for x in self._inner().values())
 
     def data_ptr(self) -> int:
         """Address of the codes: accelerate tells parameters apart by it when it gives its optimizer the shards."""
@@ -262,19 +265,29 @@ class StoredTensor(CodesTensor):
         codes, scales = self.inner_names
         return getattr(self, codes), getattr(self, scales)
 
-    def _with(self, qdata: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Self:
+    def _with(self, qdata: Tensor, scales: Tensor, dtype: torch.dtype | None = None, **others: Any) -> Self:
         """A tensor of these codes and scales, all else as this one has it."""
         attributes = {name: getattr(self, name) for name in self.attribute_names}
-        return type(self)(qdata, scales, **{**attributes, "dtype": dtype or self.dtype})
+        return type(self)(qdata, scales, **{**attributes, "dtype": dtype or self.dtype, **others})
+
+    def _mapped(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
+        """A tensor that has what ``move`` makes of each tensor that has memory, all else as this one has it."""
+        codes, scales = map(move, self._both())
+        others: dict[str, Any] = {} if self.is_part or self._row_scale is None else {"row_scale": move(self._row_scale)}
+        return self._with(codes, scales, dtype, **others)
+
+    def _find_row_scale(self) -> None:
+        """Find the scales of rows again, after codes were written."""
+        if self._row_scale is not None:
+            self._row_scale.copy_(ops.measure_rows(*self._as_operand(), *self.spec.args)[0])
 
     def _same(self) -> Self:
-        return self._with(*self._both())
+        return self._mapped(lambda x: x)
 
     def _to(self, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Self:
         """``Tensor.to``: codes move, and are not cast."""
         allowed = {name: options[name] for name in ("non_blocking", "copy") if name in options}
-        qdata, scales = (x.to(device=device, **allowed) for x in self._both())
-        return self._with(qdata, scales, dtype)
+        return self._mapped(lambda x: x.to(device=device, **allowed), dtype)
 
     def _as_operand(self) -> tuple[Tensor, Tensor]:
         """``(qdata, scale)`` of the codes as they are; scales in the form of the spec."""
@@ -303,7 +316,8 @@ class StoredTensor(CodesTensor):
             return (qdata.mT.contiguous(), scale.mT.contiguous()) if transposed else (qdata, scale)
         if not transposed and expands_to(self.spec, spec):
             if spec == EXPANDED:
-                return ops.expand_codes(*self._as_operand(), *self.spec.args)
+                row_scale = None if self.is_part else self._row_scale
+                return ops.expand_codes(*self._as_operand(), *self.spec.args, row_scale)
             return self._cast(self.plain_values(), *spec.args)
         if not transposed:
             raise ValueError(

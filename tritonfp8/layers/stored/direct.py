@@ -227,9 +227,9 @@ def counted(weight: Any) -> Iterator[None]:
     if weight.is_meta or torch.compiler.is_compiling():
         yield
         return
-    before = [x.clone() for x in weight._inner().values()]
+    before = [x.clone() for x in weight._both()]
     yield
-    pairs = zip(weight._inner().values(), before, strict=True)
+    pairs = zip(weight._both(), before, strict=True)
     _counts.note(weight, torch.stack([_differ(x, old) for x, old in pairs]).sum())
 
 

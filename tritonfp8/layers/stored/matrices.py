@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.layers.extensions import SOURCES
-from tritonfp8.layers.linear import CodesSource
+from tritonfp8.layers.linear import CodesSource, PackedSource
 from tritonfp8.layers.stored.rows import StoredRows, row_spec
 from tritonfp8.layers.stored.shard import OF_SHARDS, Shard
 from tritonfp8.layers.stored.weight import StoredWeight
@@ -66,7 +66,7 @@ class StoredMatrices(StoredWeight):
 
     def as_shard(self) -> MatricesShard:
         """The weight in the form that can be sharded; nothing is copied."""
-        return MatricesShard(*self._both(), self.spec, self.dtype, self.is_transposed)
+        return MatricesShard(*self._both(), self.spec, self.dtype, self.is_transposed, self._row_scale)
 
 
 class MatricesShard(Shard, StoredMatrices):
@@ -80,8 +80,8 @@ class MatricesShard(Shard, StoredMatrices):
 
     total: int | None = None
 
-    def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Self:
-        found = super()._with(qdata, scale, dtype)
+    def _with(self, qdata: Tensor, scales: Tensor, dtype: torch.dtype | None = None, **others: Any) -> Self:
+        found = super()._with(qdata, scales, dtype, **others)
         found.total = self.total
         return found
 
@@ -93,7 +93,7 @@ class MatricesShard(Shard, StoredMatrices):
 
     def _cut(self, dim: int, start: int, end: int, step: int) -> Self:
         if step == 1 and dim == 0:
-            return self._with(self._qdata[start:end], self._scale[start:end])
+            return self._between(start, end)
         if step == 1 and end - start == self.shape[dim]:
             return self._same()
         raise NotImplementedError(
@@ -120,4 +120,5 @@ class MatricesShard(Shard, StoredMatrices):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-SOURCES.update(dict.fromkeys((StoredWeight, StoredRows, StoredMatrices, MatricesShard), CodesSource()))
+SOURCES.update(dict.fromkeys((StoredRows, MatricesShard), CodesSource()))
+SOURCES.update(dict.fromkeys((StoredWeight, StoredMatrices), PackedSource()))

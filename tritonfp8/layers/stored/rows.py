@@ -124,7 +124,7 @@ class StoredRows(Shard):
         if step != 1:
             raise NotImplementedError(f"a slice of step {step} does not work on a weight that is stored in 8 bits")
         if dim == 0:
-            return self._with(self._qdata[start:end], self._exponents[start:end])
+            return self._between(start, end)
         self._check_cut()
         # Copied: this tensor calls itself contiguous, and collectives take its bytes as they lie.
         qdata = self._qdata[:, start:end].contiguous()
@@ -185,6 +185,7 @@ class StoredRows(Shard):
             self._exponents, self.cols = ours._exponents, cols
         self._qdata.copy_(theirs._qdata)
         self._exponents.copy_(theirs._exponents)
+        self._find_row_scale()
         return self
 
     def as_bytes(self) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -71,6 +71,18 @@ class Shard(StoredTensor):
     def _cut(self, dim: int, start: int, end: int, step: int) -> Tensor:
         """``Tensor[start:end:step]`` of a dim, where codes and scales can be cut so."""
         raise NotImplementedError
+
+    def _between(self, start: int, end: int) -> Self:
+        """These rows, or experts, in the same memory."""
+        codes, scales = (x[start:end] for x in self._both())
+        found = self._with(codes, scales)
+        found._row_scale = None if self._row_scale is None else self._row_scale[start:end]
+        return found
+
+    def _same(self) -> Self:
+        found = super()._same()
+        found._row_scale = self._row_scale
+        return found
 
     def _split(self, size: int, dim: int = 0) -> list[Any]:
         """``Tensor.split``; at least one part, which may be empty."""

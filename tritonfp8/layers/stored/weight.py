@@ -16,11 +16,12 @@ from tritonfp8.layers.stored.base import DTYPES, CodesTensor, StoredTensor
 from tritonfp8.layers.stored.direct import OVERWRITES, STORED, TRAINED, counted, on_values, refuse_merging
 from tritonfp8.layers.stored.rows import rows_of
 from tritonfp8.layers.stored.views import view_of
-from tritonfp8.specs import QuantSpec, spec_of
+from tritonfp8.specs import EXPANDED, QuantSpec, expands_to, spec_of
 from tritonfp8.specs.checks import require
 from tritonfp8.specs.quantized import Quantized
 
 aten = torch.ops.aten
+_ROW_SCALE = "_row_scale"
 
 
 class StoredWeight(StoredTensor):
@@ -43,6 +44,9 @@ class StoredWeight(StoredTensor):
         spec: of both; its scales are powers of two.
         dtype: bfloat16 or float32.
         is_transposed: whether this tensor is ``[K, N]``, as the weight of a ``Conv1D``. The codes stay ``[N, K]``.
+        row_scale: float32 ``[N, 1]``, the scales that :func:`~tritonfp8.reference.expand_codes` gives rows of codes of
+            fewer than 8 bits. Default: they are found. Each write of codes writes them too, in place, so that a CUDA
+            graph reads the scales of the codes that it reads.
     """
 
     inner_names = ("_qdata", "_scale")
@@ -51,7 +55,13 @@ class StoredWeight(StoredTensor):
 
     @staticmethod
     def __new__(
-        cls, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, is_transposed: bool = False
+        cls,
+        qdata: Tensor,
+        scale: Tensor,
+        spec: QuantSpec,
+        dtype: torch.dtype,
+        is_transposed: bool = False,
+        row_scale: Tensor | None = None,
     ) -> StoredWeight:
         """A tensor of this type, without data of its own."""
         shape = spec.shape_of(qdata.shape)
@@ -60,9 +70,28 @@ class StoredWeight(StoredTensor):
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)
 
     def __init__(
-        self, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, is_transposed: bool = False
+        self,
+        qdata: Tensor,
+        scale: Tensor,
+        spec: QuantSpec,
+        dtype: torch.dtype,
+        is_transposed: bool = False,
+        row_scale: Tensor | None = None,
     ) -> None:
         self._qdata, self._scale, self.spec, self.is_transposed = qdata, scale, spec, is_transposed
+        # The codes of a part are memory that FSDP2 fills again, and nobody is told.
+        if row_scale is None and not self.is_part and expands_to(spec, EXPANDED):
+            row_scale = ops.measure_rows(qdata, scale, *spec.args)[0]
+        self._row_scale = row_scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names, context = super().__tensor_flatten__()
+        return names if self.is_part or self._row_scale is None else [*names, _ROW_SCALE], context
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Self:
+        spec, dtype, is_transposed = context
+        return cls(inner["_qdata"], inner["_scale"], spec, dtype, is_transposed, inner.get(_ROW_SCALE))
 
     @property
     def data(self) -> Tensor:
@@ -104,19 +133,24 @@ class StoredWeight(StoredTensor):
         qdata, scale = cls._cast(matrix, *spec.args)
         return cls(qdata, scale, spec, weight.dtype, is_transposed)
 
-    def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Self:
+    def packed_operand(self) -> list[Tensor]:
+        """Codes of fewer than 8 bits, their scales, and the scales of expanded rows; of 8 bits, the codes only."""
+        # An exported program that has the op cannot be read again if a list is empty.
+        return [self._qdata] if self._row_scale is None else [*self._both(), self._row_scale]
+
+    def _with(self, qdata: Tensor, scales: Tensor, dtype: torch.dtype | None = None, **others: Any) -> Self:
         if self.requires_grad or hasattr(self._qdata, TRAINED):
             for codes in (qdata, self._qdata):
                 # copy.deepcopy replaces the attributes of a clone by copies of ours.
                 setattr(codes, TRAINED, True)
-        return super()._with(qdata, scale, dtype)
+        return super()._with(qdata, scales, dtype, **others)
 
     def _as_operand(self) -> tuple[Tensor, Tensor]:
         return self._both()
 
     def _turned(self) -> Self:
         """``Tensor.mT``: the same codes."""
-        return type(self)(*self._both(), self.spec, self.dtype, not self.is_transposed)
+        return type(self)(*self._both(), self.spec, self.dtype, not self.is_transposed, self._row_scale)
 
     def _is_turned_by(self, func: Any, dims: Any) -> bool:
         if func is aten.t.default:
@@ -140,6 +174,7 @@ class StoredWeight(StoredTensor):
             self._take(self._cast(values, *self.spec.args))
         else:
             ops.quantize_into(*self._both(), values, *self.spec.args)
+            self._find_row_scale()
         return self
 
     @torch.no_grad()
@@ -150,6 +185,7 @@ class StoredWeight(StoredTensor):
     def _take(self, codes: tuple[Tensor, Tensor]) -> None:
         for target, x in zip(self._both(), codes, strict=True):
             target.copy_(x)
+        self._find_row_scale()
 
     def as_shard(self) -> Tensor:
         """The weight in the form that can be sharded; its codes are not copied.
@@ -162,7 +198,9 @@ class StoredWeight(StoredTensor):
                 f"the weight {tuple(self.shape)} of a Conv1D cannot be sharded while it is stored in 8 bits: its codes "
                 "lie in the order of its columns. Leave the Conv1D layers out of convert by filter="
             )
-        return rows_of(*self._both(), self.spec, self.dtype)
+        found = rows_of(*self._both(), self.spec, self.dtype)
+        found._row_scale = self._row_scale
+        return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -177,7 +215,7 @@ class StoredWeight(StoredTensor):
             if first._is_turned_by(func, args[1:]):
                 return first._turned()
             if func is aten.clone.default:
-                return first._with(first._qdata.clone(), first._scale.clone())
+                return first._mapped(torch.clone)
             if func is aten._to_copy.default:
                 return first._to(**options)
             if func is aten.copy_.default:
@@ -207,6 +245,8 @@ class StoredWeight(StoredTensor):
                 )
             if func in (ops.weight_operand, ops.matrices_operand):
                 return first.read_operand(spec_of(args[1]), args[2])
+            if func is ops.packed_operand:
+                return first.packed_operand()
             if func in _SHARDING:
                 # FSDP2 and DTensor make shards by these.
                 return func(first.as_shard(), *args[1:], **options)
