@@ -321,6 +321,8 @@ def trained_losses(optimizer, steps=150):
         loss.backward()
         stepper.step()
         losses.append(loss.item())
+    for weight in (model[0].weight, model[2].weight):
+        assert torch.equal(weight._row_scale, ops.measure_rows(*weight._as_operand(), *weight.spec.args)[0])
     is_same = [torch.equal(x, y) for x, y in zip(before, codes_of(model), strict=True)]
     return sum(losses[:10]) / 10, sum(losses[-10:]) / 10, is_same
 

@@ -44,7 +44,8 @@ class StoredPart(NamedTuple):
         return self.spec.shape_of(self.qdata.shape)
 
     def changed(self) -> None:
-        """Have torch count a write, as it does for the weight of any other optimizer."""
+        """Have torch count a write, as it does for the weight of any other optimizer, and find scales of rows again."""
+        self.weight._find_row_scale()
         torch.autograd.graph.increment_version(self.weight)
 
 
