@@ -14,7 +14,7 @@ from bench.scale.traffic import FSDP, TP
 
 BAND = (0.9, 1.1)
 TP_FOLDER, EXPERTS_FILE = "8b-slice-tp2-dp1", "experts-over-ranks-deepseek-v3"
-# Where the model is known to miss, by what is compared, with the reason.
+# Where the model is known to miss, by the name of the comparison, with the reason.
 # Tokens of torchtitan's one sequence, and names of its layouts.
 WHOLE_TOKENS = 8192
 LAYOUTS = {"fsdp": "FSDP2", "full": "FSDP2 with full checkpointing", "tp": "TP = 2"}

@@ -27,7 +27,7 @@ def check_values(codes, text):
 
 
 def check_rows(codes, text):
-    """Codes with a scale a row, and what is measured of them, which is returned: how many values are rounded."""
+    """Compare the codes with a scale a row, and the measures of rows; returns how many values are rounded."""
     for launch, expected in (
         (casts.expand_codes, reference.expand_codes),
         (casts.measure_rows, reference.measure_rows),
