@@ -14,13 +14,17 @@ from bench.scale.traffic import FSDP, TP
 
 BAND = (0.9, 1.1)
 TP_FOLDER, EXPERTS_FILE = "8b-slice-tp2-dp1", "experts-over-ranks-deepseek-v3"
-# Where the model is known to miss, by what is compared, with the reason.
+# Where the model is known to miss, by the name of the comparison, with the reason.
+# Tokens of torchtitan's one sequence, and names of its layouts.
+WHOLE_TOKENS = 8192
+LAYOUTS = {"fsdp": "FSDP2", "full": "FSDP2 with full checkpointing", "tp": "TP = 2"}
 WARM = "its GEMMs are faster in the step than in their own benchmark, which empties L2 first"
 OUTSIDE = {
     "kernels of hidden 2048 layers, tensorwise": WARM,
     "kernels of hidden 2048 layers, blockwise": WARM,
     "step of 1b on 2, rowwise, FP8 all-gather": "a slow run: on four GPUs the same step takes 0.93 of this time",
     "experts, EP = 2, rowwise from values, sends codes": "codes save bytes but no time: the work on them is left out",
+    "torchtitan's 8b, TP = 2, rowwise": "the GPU waits for the host, which the model leaves out: docs/torchtitan.md",
     "step of 8b-slice, TP = 2, rowwise": "not explained: the same recipe from codes takes 0.77 of this time",
 }
 
@@ -112,6 +116,19 @@ def expert_parallel() -> Iterator[Compared]:
             yield Compared(f"experts, EP = 2, {row['contestant']}", seconds, row["seconds"], EXPERTS_FILE)
 
 
+def whole_models() -> Iterator[Compared]:
+    """Llama-3-8B by torchtitan's Trainer on two GPUs; the predictions are older than the runs."""
+    for way in ("fsdp", "full", "tp"):
+        file = f"torchtitan-8b-{way}.json"
+        for row in json.loads((compute.MEASURED / file).read_text())["rows"]:
+            if (recipe := row["contender"]) in RECIPES:
+                layout = Layout(2, tp=row["tp"], gather=row["tp"] == 1 and recipe != BASELINE)
+                found = predict("llama3-8b", recipe, layout, 1, WHOLE_TOKENS, Network(), row["checkpointing"])
+                what = f"torchtitan's 8b, {LAYOUTS[way]}, {recipe}"
+                measured = WHOLE_TOKENS / row["tokens_per_second"] / row["tp"]
+                yield Compared(what, found["seconds"], measured, file)
+
+
 def _root_bytes(name: str, head: int) -> int:
     """Bytes of embedding and norm in bf16, and of the last layer with ``head`` bytes an element, in two gathers."""
     model = MODELS[name]
@@ -160,4 +177,5 @@ def published() -> list[dict[str, Any]]:
 
 def all_compared() -> list[Compared]:
     """Every comparison with what this repository measured on GPUs."""
-    return [each for of in (kernels, steps, tensor_parallel, expert_parallel, gathered, scattered) for each in of()]
+    kinds = (kernels, steps, tensor_parallel, expert_parallel, whole_models, gathered, scattered)
+    return [each for of in kinds for each in of()]

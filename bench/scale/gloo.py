@@ -83,7 +83,7 @@ def fitted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def same_bytes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of gathered and scattered bytes of the ranks, with those that small models on two ranks predict."""
+    """Rows of gathered and scattered bytes of the ranks, with the bytes that small models on two ranks predict."""
     found = []
     for row in rows:
         predicted = traffic.of_block(Block(**row["block"]), row["way"], row["recipe"]).bytes

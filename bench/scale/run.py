@@ -31,7 +31,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def rows_table(rows: list[dict[str, Any]]) -> str:
-    """A line for each prediction: the step, its speed, and what is exposed."""
+    """A line for each prediction: the step, its speed, and the exposed seconds."""
     lines = [
         (
             str(row["gpus"]), seconds_text(row["seconds"]), f"{row['tokens_a_second_a_gpu']:,.0f}",

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 import transformers
-from checkpoints import EXPERTS, RAGGED, adapter_losses, config_of, files_of, model_of, theirs_of
+from checkpoints import EXPERTS, RAGGED, adapter_losses, config_of, falling_losses, files_of, model_of, theirs_of
 from mixtures import experts_of
 from mixtures import model_of as mixture_of
 from safetensors.torch import save_file
@@ -294,14 +294,7 @@ def test_gpt_oss_trains_and_comes_out_as_it_was(tmp_path):
     model = from_pretrained(folder, train="full")
     changed = "model.layers.1.mlp.experts.down_proj"
     optimizer = tritonfp8.optim.AdamW([model.get_parameter(changed)], 1e-2)
-    losses = []
-    for _ in range(10):
-        loss = model(IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        model.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    falling_losses(model, optimizer, IDS, 10)
     tritonfp8.export.save(model, out)
     before, after = files_of(folder), files_of(out)
     assert list(after) == list(before)

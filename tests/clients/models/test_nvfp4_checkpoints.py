@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
-from checkpoints import EXPERTS, RAGGED, adapter_losses, config_of, files_of, model_of
+from checkpoints import EXPERTS, RAGGED, adapter_losses, config_of, falling_losses, files_of, model_of
 from safetensors.torch import save_file
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint4
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
@@ -224,14 +224,7 @@ def test_training_moves_weights_that_are_written_in_another_format(tmp_path, lay
     assert_bitwise_equal(files_of(tmp_path / "same"), files_of(folder))
     assert config_of(tmp_path / "same") == config_of(folder)
     optimizer = tritonfp8.optim.AdamW(model.parameters(), 1e-2)
-    losses = []
-    for _ in range(5):
-        loss = model(IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        model.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    falling_losses(model, optimizer, IDS, 5)
     with pytest.raises(ValueError, match=r"give format=, such as 'compressed_channel'"):
         tritonfp8.export.save(model, tmp_path / "out")
     report = tritonfp8.export.save(model, tmp_path / "out", "compressed_channel")

@@ -29,16 +29,16 @@ def check_values(codes, text):
 
 
 def check_rows(codes, text):
-    """Codes with a scale a row, and what is measured of them, which is returned: how many values are rounded."""
-    for launched, expected in (
+    """Compare the codes with a scale a row, and the measures of rows; returns how many values are rounded."""
+    for launch, expected in (
         (casts.expand_codes, reference.expand_codes),
         (casts.measure_rows, reference.measure_rows),
     ):
-        found = launched(*codes, text)
+        found = launch(*codes, text)
         assert_bitwise_equal(list(found), list(expected(*codes, text)))
     row_scale, rounded = found
-    for launched in (casts.expand_codes, reference.expand_codes):
-        assert_bitwise_equal(list(launched(*codes, text, row_scale)), list(reference.expand_codes(*codes, text)))
+    for launch in (casts.expand_codes, reference.expand_codes):
+        assert_bitwise_equal(list(launch(*codes, text, row_scale)), list(reference.expand_codes(*codes, text)))
     return rounded
 
 

@@ -180,12 +180,17 @@ def adapter_losses(model, ids, steps, compiled=False):
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     run = torch.compile(adapted, backend="aot_eager") if compiled else adapted
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-2)
+    return falling_losses(run, optimizer, ids, steps)
+
+
+def falling_losses(run, optimizer, ids, steps):
+    """Losses of a model on one batch, which fall."""
     losses = []
     for _ in range(steps):
         loss = run(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        run.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     return losses

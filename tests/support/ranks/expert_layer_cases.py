@@ -46,7 +46,7 @@ def split_modules(mesh, contestant):
 
 
 def clipped(mesh, limit):
-    """The largest difference of clipped gradients from those that a norm in float64 scales, over the largest element.
+    """The largest difference of clipped gradients from gradients that a float64 norm scales, over the largest element.
 
     Experts have gradients on a mesh of their own.
     """
