@@ -30,15 +30,15 @@ def check_values(codes, text):
 
 def check_rows(codes, text):
     """Compare the codes with a scale a row, and the measures of rows; returns how many values are rounded."""
-    for launch, expected in (
+    for launched, expected in (
         (casts.expand_codes, reference.expand_codes),
         (casts.measure_rows, reference.measure_rows),
     ):
-        found = launch(*codes, text)
+        found = launched(*codes, text)
         assert_bitwise_equal(list(found), list(expected(*codes, text)))
     row_scale, rounded = found
-    for launch in (casts.expand_codes, reference.expand_codes):
-        assert_bitwise_equal(list(launch(*codes, text, row_scale)), list(reference.expand_codes(*codes, text)))
+    for launched in (casts.expand_codes, reference.expand_codes):
+        assert_bitwise_equal(list(launched(*codes, text, row_scale)), list(reference.expand_codes(*codes, text)))
     return rounded
 
 
