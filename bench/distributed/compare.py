@@ -21,15 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from bench.contest.compare import rounded
 from bench.distributed.models import (
-    WAYS,
-    Contestant,
-    Meshes,
-    attend_causally,
-    clip_gradients,
-    fsdp_contestants,
-    spread,
-    tp_contestants,
-)
+    WAYS, Contestant, Meshes, attend_causally, clip_gradients, fsdp_contestants, spread, tp_contestants,
+)  # fmt: skip
 from bench.distributed.ranks import AllFailedError, Ranks
 from bench.models import sums_of
 from tritonfp8 import recipes
@@ -285,12 +278,9 @@ def free(device: torch.device) -> None:
 
 
 def compare(
-    settings: Settings,
-    ranks: Ranks,
-    device: torch.device,
-    note: Callable[[str, list[Row]], None],
+    settings: Settings, ranks: Ranks, device: torch.device, note: Callable[[str, list[Row]], None],
     contestants: Sequence[Contestant] | None = None,
-) -> tuple[str, list[Row]]:
+) -> tuple[str, list[Row]]:  # fmt: skip
     """Measure all contestants. Collective: every rank calls it with the same settings and gets the same result.
 
     Args:

@@ -31,7 +31,8 @@ def _tile(n, groups, ROWS: tl.constexpr):
     return tl.program_id(0) // tiles, PartTile(at, at < n, rows[:, None], (rows < groups)[:, None])
 
 
-@triton.jit
+# The first rank would be specialized as a constant, which has no dtype.
+@triton.jit(do_not_specialize=["rank"])
 def quantize_parts_kernel(
     x_ptr, q_ptr, exponents_ptr, n, groups, stride, rank, QMAX: tl.constexpr, MANTISSA_BITS: tl.constexpr,
     EMIN: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,

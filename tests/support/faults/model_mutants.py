@@ -3,7 +3,7 @@ of ``Mutant``.
 """
 
 _LOADERS = ("tests/clients/models/test_loaders.py", "-k", "TestTransformers or TestAccelerate")
-_PARTS = ("tests/kernels/test_gradients.py",)
+_PARTS = ("tests/kernels/optim/test_gradients.py",)
 _REDUCED = ("tests/distributed/gradients/test_reduce_scatter.py",)
 _ORDERED = ("tests/distributed/gradients/test_ordered.py", "-k", "not any_number")
 _MADE = ("tests/layers/stored/test_quantized_init.py",)

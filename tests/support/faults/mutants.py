@@ -250,7 +250,7 @@ MUTANTS = (
         "rows = torch.arange(place[0], place[0] + n, device=device)",
         "rows = torch.arange(n, device=device)",
         "the random bits of a weight depend on how it is sharded",
-        ("tests/kernels/test_adamw.py",),
+        ("tests/kernels/optim/test_adamw.py",),
     ),
     Mutant(
         "tritonfp8/reference/optimizer.py",
@@ -264,7 +264,7 @@ MUTANTS = (
         "largest = _larger(largest, tl.reduce(",
         "largest = _larger(tl.zeros_like(largest), tl.reduce(",
         "a block of several tiles gets the scale of the last one",
-        ("tests/kernels/test_adamw.py",),
+        ("tests/kernels/optim/test_adamw.py",),
     ),
     Mutant(
         "tritonfp8/tuning/chooser.py",

@@ -170,7 +170,7 @@ def compile_launch(cc, kernel, pointers, integers, constants, **options):
     divisible = [name for name, kind in signature.items() if kind.startswith("*")]
     constants = {**{name: None for name, pointer in given.items() if pointer is None}, **constants}
     for name, value in zip(names[len(pointers) :], integers, strict=False):
-        if value == 1:
+        if value == 1 and name not in kernel.do_not_specialize:
             constants[name] = 1
             continue
         signature[name] = "i32" if value < 2**31 else "i64"
