@@ -260,26 +260,36 @@ def in_process(run: Run) -> dict[str, Any] | None:
         return found
 
 
-def runs_of(model: str, ways: list[str], contenders: list[str], options: dict[str, Any]) -> Iterator[Run]:
+def runs_of(
+    model: str, ways: list[str], checkpointing: list[str], rows: list[str], contenders: list[str],
+    options: dict[str, Any],
+) -> Iterator[Run]:  # fmt: skip
     """Each way, with and without checkpointing and padding, by each contender that has it."""
-    for way, checkpointing, padded in itertools.product(ways, (True, False), (False, True)):
+    for way, saved, kind in itertools.product(ways, checkpointing, rows):
         for contender in contenders:
             # A frozen base is stored anyway, and torchao's layers train in high precision only.
             if way == "full" or (STORED not in contender and PEER not in contender):
-                yield Run(model, way, contender, checkpointing, padded, **options)
+                yield Run(model, way, contender, saved == "on", kind == "padded", **options)
 
 
 def largest(run: Run) -> dict[str, Any]:
-    """The most layers with which ``run`` does not run out of memory, and what it gave; found by bisection."""
-    fits, low, high = None, 0, 2
-    while (found := in_process(replace(run, layers=high))) is not None:
-        fits, low, high = found, high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = in_process(replace(run, layers=middle))
-        fits, low, high = (fits, low, middle) if found is None else (found, middle, high)
-    if fits is None:
-        raise RuntimeError(f"not even one layer of {run} fits")
+    """The most layers with which ``run`` does not run out of memory, and what it gave.
+
+    Memory grows by as much with each layer, so two small models tell where to look.
+    """
+    small = {layers: in_process(replace(run, layers=layers)) for layers in (1, 3)}
+    if small[1] is None or small[3] is None:
+        raise RuntimeError(f"not even three layers of {run} fit")
+    fits, low, high = small[3], 3, None
+    a_layer = (small[3]["peak_gib"] - small[1]["peak_gib"]) / 2
+    layers = max(4, int(3 + (run.gib - small[3]["peak_gib"]) / a_layer))
+    while high is None or high - low > 1:
+        found = in_process(replace(run, layers=layers))
+        if found is None:
+            high = layers
+        else:
+            fits, low = found, layers
+        layers = low + 1 if high is None else max(low + 1, high - 1)
     return {**asdict(run), "layers": low, **fits}
 
 
@@ -310,6 +320,8 @@ def main(
     contenders: Annotated[
         str, typer.Option(help="Separated by commas.")
     ] = "bf16,torchao rowwise,rowwise,rowwise stored",
+    checkpointing: Annotated[str, typer.Option(help="on, off.")] = "on,off",
+    kinds: Annotated[str, typer.Option("--rows", help="packed, padded.")] = "packed,padded",
     layers: Annotated[int, typer.Option(help="0 for the model's.")] = 0,
     batch: Annotated[int, typer.Option(help="Rows of a step.")] = 2,
     length: Annotated[int, typer.Option(help="Tokens of a row.")] = 4096,
@@ -328,7 +340,8 @@ def main(
     options = {"batch": batch, "length": length, "steps": steps, "layers": layers, "compiled": compiled}
     options["device"] = device
     rows: list[dict[str, Any]] = []
-    path = (out or results_folder()) / ("client-largest.json" if largest_gib else "client.json")
+    name = "client-largest" if largest_gib else "client-compiled" if compiled else "client"
+    path = (out or results_folder()) / f"{name}.json"
     if largest_gib:
         first = Run(
             model, "full", BASELINE, batch=1, length=length, steps=3, gib=largest_gib, device=device, compiled=compiled
@@ -337,7 +350,8 @@ def main(
             rows.append(largest(run))
             write_results(path, {"rows": rows})
     else:
-        for run in runs_of(model, ways.split(","), contenders.split(","), options):
+        lists = (each.split(",") for each in (ways, checkpointing, kinds, contenders))
+        for run in runs_of(model, *lists, options):
             rows.append(asdict(run) | (in_process(run) or {}))
             write_results(path, {"rows": rows})
     table, bases = (

@@ -27,16 +27,26 @@ def test_padding_is_neither_trained_on_nor_counted():
     assert "attention_mask" not in client.collated([full[0], full[1]], RUN.length)
 
 
-def test_the_largest_size_is_found_by_bisection(monkeypatch):
-    tried = []
+@pytest.mark.parametrize(
+    ("predicted", "tried"), [(11, [1, 3, 11, 12]), (14, [1, 3, 14, 13, 12, 11]), (9, [1, 3, 9, 10, 11, 12])]
+)
+def test_the_largest_size_is_found_from_two_small_ones(predicted, tried, monkeypatch):
+    """Also where memory does not grow as it did: 11 layers fit, whatever two of them say."""
+    found = []
 
     def in_process(run):
-        tried.append(run.layers)
-        return {"layers_run": run.layers} if run.layers <= 11 else None
+        found.append(run.layers)
+        return {"peak_gib": 2.0 * run.layers} if run.layers <= 11 else None
 
     monkeypatch.setattr(client, "in_process", in_process)
-    assert client.largest(RUN)["layers"] == 11
-    assert tried == [2, 4, 8, 16, 12, 10, 11]
+    assert client.largest(client.replace(RUN, gib=2.0 * predicted))["layers"] == 11
+    assert found == tried
+
+
+def test_a_model_that_does_not_fit_at_all_is_refused(monkeypatch):
+    monkeypatch.setattr(client, "in_process", lambda run: None)
+    with pytest.raises(RuntimeError, match="not even three layers of Run.*fit"):
+        client.largest(client.replace(RUN, gib=1.0))
 
 
 def test_a_run_that_fails_is_not_out_of_memory():
