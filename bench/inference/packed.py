@@ -28,10 +28,10 @@ SHAPES = ((28672, 4096), (4096, 14336))
 TOKENS = (1, 4, 16, 64, 256, 512, 1024, 4096)
 EXPERTS, EXPERT_SHAPE = 32, (2880, 2880)
 # Tokens of each expert that has any, and how many have.
-TOKENS_OF_EXPERTS = ((1, 4), (1, 32), (16, 32), (256, 32))
+TOKENS_OF_EXPERTS = ((1, 4), (1, 32), (4, 32), (16, 32), (64, 32), (256, 32), (512, 32))
 WEIGHTS, ROUNDS, REPLAYS = 8, 5, 5
 (PACKED,), (ROWS,) = MXFP4.args, EXPANDED.args
-CODES, EXPANDED_CODES, BF16 = "mxfp4", "e4m3", "bf16"
+CODES, EXPANDED_CODES, EXPANDED_FIRST, BF16 = "mxfp4", "e4m3", "expanded first", "bf16"
 
 
 def seconds(calls: dict[str, list[Callable[[], Tensor]]]) -> dict[str, float]:
@@ -91,7 +91,8 @@ def grouped() -> list[dict[str, Any]]:
     found = []
     for tokens, active in TOKENS_OF_EXPERTS:
         ends = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32).clamp(max=active) * tokens
-        a = ops.quantize(torch.randn(active * tokens, k, device="cuda", dtype=torch.bfloat16), *spec.args)
+        x = torch.randn(active * tokens, k, device="cuda", dtype=torch.bfloat16)
+        a = ops.quantize(x, *spec.args)
 
         def multiply(codes: Tensor, scale: Tensor, a: Any = a, ends: Tensor = ends) -> Tensor:
             out: Tensor = ops.scaled_grouped_matmul(*a, *spec.args, codes, scale, ROWS, ends)
@@ -99,10 +100,15 @@ def grouped() -> list[dict[str, Any]]:
 
         times = seconds({
             CODES: [
-                lambda w=w, scale=scale, ends=ends: multiply(*ops.expand_codes(*w, PACKED, scale, ends))
+                partial(ops.packed_grouped_matmul, *a, *spec.args, *w, PACKED, ends, b_row_scale=scale)
                 for w, (_, scale) in zip(packed, rows, strict=True)
             ],
             EXPANDED_CODES: [lambda w=w: multiply(*w) for w in rows],
+            EXPANDED_FIRST: [
+                lambda w=w, scale=scale, ends=ends: multiply(*ops.expand_codes(*w, PACKED, scale, ends))
+                for w, (_, scale) in zip(packed, rows, strict=True)
+            ],
+            BF16: [partial(ops.grouped_matmul, x, w, ends) for w in values],
         })  # fmt: skip
         found.append(row({"kind": "grouped", "tokens": tokens, "n": n, "k": k, "experts": active}, times))
     return found

@@ -133,13 +133,15 @@ Packed = namedtuple("Packed", "exponents blocks")
 
 
 @gluon.jit
-def _allocate(a_desc, b_desc, out_desc, OUT_ROWS: gl.constexpr, OUT_COLS: gl.constexpr, SCHEDULE: gl.constexpr):
-    """Shared memory of a program: stages of codes and of tokens."""
+def allocate(a_desc, b_desc, out_desc, OUT_ROWS: gl.constexpr, OUT_COLS: gl.constexpr, SCHEDULE: gl.constexpr):
+    """Shared memory of a program: stages of codes and of tokens, and a buffer a group where ``out_desc`` is given."""
     STAGES: gl.constexpr = SCHEDULE.STAGES
     GROUPS: gl.constexpr = 1 if SCHEDULE.BLOCK_M == WAVE_ROWS else 2
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, SCHEDULE.BLOCK_M, SCHEDULE.BLOCK_K // 2], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, SCHEDULE.BLOCK_N, SCHEDULE.BLOCK_K], b_desc.layout)
-    out = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, OUT_ROWS, OUT_COLS], out_desc.layout)
+    out = a
+    if out_desc is not None:
+        out = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, OUT_ROWS, OUT_COLS], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -147,7 +149,7 @@ def _allocate(a_desc, b_desc, out_desc, OUT_ROWS: gl.constexpr, OUT_COLS: gl.con
 
 
 @gluon.jit
-def _fill_stage(a_desc, b_desc, ring, row, col, step, stage, SCHEDULE: gl.constexpr):
+def fill_stage(a_desc, b_desc, ring, row, col, step, stage, SCHEDULE: gl.constexpr):
     """:func:`.pipeline.fill_stage`, where a byte of the first operand has two elements."""
     K: gl.constexpr = SCHEDULE.BLOCK_K
     ready = ring.full.index(stage)
@@ -165,7 +167,7 @@ def _load(a_desc, b_desc, problem, ring, filled, SCHEDULE: gl.constexpr):
         before = gl.where(piece == gl.program_id(0), filled, 0)
         for step in range(tile.first + before, tile.last):
             mbarrier.wait(ring.empty.index(stage.slot), stage.phase ^ 1)
-            _fill_stage(a_desc, b_desc, ring, tile.row, tile.col, step, stage.slot, SCHEDULE)
+            fill_stage(a_desc, b_desc, ring, tile.row, tile.col, step, stage.slot, SCHEDULE)
             stage = next_stage(stage, SCHEDULE.STAGES)
 
 
@@ -218,11 +220,13 @@ def _spread(table):
 
 
 @gluon.jit
-def _sum_steps(ring, problem, packed, tile, stage, GROUP: gl.constexpr, SCHEDULE: gl.constexpr, ALIGNED: gl.constexpr):
-    """Sum the steps of a tile for this group's 64 rows: one or two waves of columns, of the same operand."""
+def sum_steps(
+    ring, problem, packed, tile, end, stage, GROUP: gl.constexpr, SCHEDULE: gl.constexpr, ALIGNED: gl.constexpr
+):  # fmt: skip
+    """Sum the steps of a tile for this group's 64 rows, up to ``end``: one or two waves of columns, one operand."""
     WIDTH: gl.constexpr = SCHEDULE.WIDTH
     rows = tile.row + gl.arange(0, WAVE_ROWS, gl.SliceLayout(1, SCHEDULE.LAYOUT))
-    is_row = rows < problem.M
+    is_row = rows < end
     # The exponent of a scale, a power of two. Of a row with a NaN, or without any, what is read does not matter.
     scale = gl.load(problem.a_scale + rows.to(gl.int64) * problem.stride_am, mask=is_row, other=1.0)
     of_rows = scale.to(gl.int32, bitcast=True) >> 23
@@ -286,7 +290,7 @@ def _multiply(
         if EPILOGUE.HAS_BIAS:
             bias = read_rows(problem.bias, row, M, 1, LAYOUT)
         tile = Tile(row, col, whole.first, whole.last)
-        acc0, acc1, stage = _sum_steps(ring, problem, packed, tile, stage, GROUP, SCHEDULE, ALIGNED)
+        acc0, acc1, stage = sum_steps(ring, problem, packed, tile, M, stage, GROUP, SCHEDULE, ALIGNED)
         out = Output(out_desc, ring.out.index(GROUP), None)
         out_row = part * (problem.tiles_n * SCHEDULE.BLOCK_N)
         store_wave(
@@ -322,7 +326,7 @@ def hopper_packed_matmul_kernel(
     EPILOGUE: gl.constexpr = Epilogue(
         not SPLIT, HAS_BIAS, False, ACTIVATION=ACTIVATION, HAS_RESIDUAL=HAS_RESIDUAL, SWAP=True
     )
-    ring = _allocate(a_desc, b_desc, out_desc, WIDTH, WAVE_ROWS, SCHEDULE)
+    ring = allocate(a_desc, b_desc, out_desc, WIDTH, WAVE_ROWS, SCHEDULE)
     EARLY: gl.constexpr = EARLY_STEPS if EARLY_STEPS < STAGES else STAGES
     for stage in gl.static_range(STAGES):
         mbarrier.init(ring.full.index(stage), count=1)
@@ -339,7 +343,7 @@ def hopper_packed_matmul_kernel(
     tile, _ = piece_of(gl.program_id(0), problem, SCHEDULE)
     filled = gl.minimum(tile.last - tile.first, EARLY)
     for stage in range(filled):
-        _fill_stage(a_desc, b_desc, ring, tile.row, tile.col, tile.first + stage, stage, SCHEDULE)
+        fill_stage(a_desc, b_desc, ring, tile.row, tile.col, tile.first + stage, stage, SCHEDULE)
     if GROUPS == 1:
         gl.warp_specialize(
             [

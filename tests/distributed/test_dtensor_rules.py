@@ -24,7 +24,9 @@ LOCAL = {
     "scaled_grouped_matmul", "grouped_matmul", "grouped_sum", "swiglu",
     "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows", "transpose_group_codes",
     "quantize_into", "exact_attention", "exact_attention_backward", "rms_norm", "rms_norm_backward", "row_logsumexp",
-    "gated", "gated_backward", "rotary_tables", "routed", "expand_codes", "measure_rows", "packed_matmul",
+    "gated", "gated_backward", "rotary_tables", "routed", "quantize_at_random", "quantize_parts", "sum_in_pairs",
+    "expand_codes", "measure_rows", "packed_matmul",
+    "packed_grouped_matmul",
 }  # fmt: skip
 
 

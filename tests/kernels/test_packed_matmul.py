@@ -8,9 +8,11 @@ from tuned import ADA, H200
 from tritonfp8 import ops, reference
 from tritonfp8.kernels.cast.packed import scale_rows_kernel
 from tritonfp8.kernels.gemm.hopper_packed import hopper_packed_matmul_kernel
+from tritonfp8.kernels.gemm.hopper_packed_grouped import hopper_packed_grouped_kernel
+from tritonfp8.kernels.group_table import row_tiles_kernel
 from tritonfp8.launch import casts, gemms
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.gemms.packed import plan_packed_matmul, plan_with
+from tritonfp8.launch.gemms.packed import plan_packed_grouped_matmul, plan_packed_matmul, plan_with
 from tritonfp8.launch.plan import View, make_plan
 from tritonfp8.specs import EXPANDED, MXFP4, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal
@@ -104,6 +106,71 @@ class TestPlans:
         assert packed_tiles.choose_packed(256, 28672, 132).block_m == 256
         assert packed_tiles.choose_packed(256, 4096, 132).block_m == 128
         assert packed_tiles.choose_packed(256, 28672, 132, False).block_m == 128
+
+
+def experts(sizes, n, k, apart, device, none=0):
+    """Tokens of groups of these sizes, and ``none`` of no group; codes of their matrices; ends of the groups."""
+    x = normal(sum(sizes) + none, k, dtype=torch.bfloat16).to(device)
+    q, scale = weight(len(sizes) * n, k, apart, device)
+    ends = torch.tensor(sizes, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    matrices = q.view(len(sizes), n, -1), scale.view(len(sizes), n, -1)
+    return casts.quantize_groups(x, ends, ROW), matrices, ends
+
+
+def grouped_expectation(a, b, ends, *options):
+    codes, scales = casts.expand_codes(*b, TEXT)
+    return gemms.scaled_grouped_matmul(*a, ROW, codes, scales, OF_ROWS, ends, *options)
+
+
+@each_device
+@pytest.mark.parametrize("sizes", [(3, 0, 5), (0, 0), (40, 2, 1, 9)])
+def test_groups_are_multiplied_by_the_codes_of_their_experts(sizes, device):
+    a, b, ends = experts(sizes, 24, 64, 3, device, none=2)
+    bias = normal(len(sizes), 24, dtype=torch.bfloat16).to(device)
+    for options in ((), (bias, torch.float32), (None, None, "fast")):
+        expected = grouped_expectation(a, b, ends, *options)
+        assert_bitwise_equal(gemms.packed_grouped_matmul(*a, ROW, *b, TEXT, ends, *options), expected)
+    of_rows = reference.measure_rows(*b, TEXT)[0]
+    found = gemms.packed_grouped_matmul(*a, ROW, *b, TEXT, ends, b_row_scale=of_rows)
+    assert_bitwise_equal(found, grouped_expectation(a, b, ends))
+
+
+def plan_of_groups(tokens, groups, n, k, device, has_row_scale=True):
+    operands = [
+        view(0, tokens, k), view(1, tokens, 1, dtype=torch.float32), view(2, groups, n, k // 2, dtype=torch.uint8),
+        view(3, groups, n, k // 32, dtype=torch.uint8), view(4, groups, dtype=torch.int32), None,
+        view(5, groups, n, 1, dtype=torch.float32) if has_row_scale else None,
+    ]  # fmt: skip
+    return make_plan(plan_packed_grouped_matmul, operands, (ROW, TEXT, None, "precise", False), device)
+
+
+def test_hopper_reads_the_codes_of_experts_for_few_tokens():
+    for tokens, block in ((8, 8), (128, 8), (1024, 16), (4096, 64), (32768, 128)):
+        first, second = plan_of_groups(tokens, 128, 1536, 2048, H200).launches
+        assert (first.kernel, second.kernel) == (row_tiles_kernel, hopper_packed_grouped_kernel)
+        assert second.constants["BLOCK_N"] == block
+    first, *_ = plan_of_groups(8, 128, 1536, 2048, H200, has_row_scale=False).launches
+    assert first.kernel is scale_rows_kernel
+    assert plan_of_groups(packed_tiles.MOST_TOKENS_OF_EXPERT * 4 + 1, 4, 1536, 2048, H200) is None
+    assert plan_of_groups(8, 128, 1536, 2048, ADA) is None
+    # Rows of codes that TMA cannot address.
+    assert plan_of_groups(8, 128, 1536, 2048 + 16, H200) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", ["precise", "fast"])
+@pytest.mark.parametrize(("n", "k", "apart"), [(512, 2880, 12), (1000, 1152, 30), (1536, 2048, 40)])
+@pytest.mark.parametrize("sizes", [(1,), (3, 0, 5, 1), (0, 40, 2, 1, 9, 0), (130, 1, 64, 8), (300, 257, 4)])
+def test_bits_of_the_grouped_gemm_on_expanded_codes(sizes, n, k, apart, accumulation, poisoned_outputs):
+    a, b, ends = experts(sizes, n, k, apart, "cuda", none=3)
+    b[1].view(torch.uint8)[0, 5, 3] = 255
+    bias = normal(len(sizes), n, dtype=torch.bfloat16).cuda()
+    of_rows = reference.measure_rows(*b, TEXT)[0]
+    for options in ((None, None, accumulation), (bias, torch.float32, accumulation)):
+        expected = grouped_expectation(a, b, ends, *options)
+        found = gemms.packed_grouped_matmul(*a, ROW, *b, TEXT, ends, *options, b_row_scale=of_rows)
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert_bitwise_equal(found.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.gpu

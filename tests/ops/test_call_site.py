@@ -177,7 +177,7 @@ def test_every_op_whose_launch_only_runs_a_plan_has_a_planner():
         "transpose", "chain", "expand_codes", "measure_rows",
         "transpose_codes", "transpose_group_codes", "scaled_matmul", "packed_matmul", "operand_figures",
         "quantize_groups", "quantize_groups_both", "quantize_matrices", "quantize_matrices_with_amax",
-        "scaled_grouped_matmul", "grouped_sum",
+        "scaled_grouped_matmul", "packed_grouped_matmul", "grouped_sum",
         "swiglu", "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows",
         "exact_attention", "rms_norm", "rms_norm_backward", "row_logsumexp", "gated", "gated_backward",
     }  # fmt: skip

@@ -5,7 +5,7 @@ from cases import SPEC_OF_BLOCK, banded, normal
 from strategies import PACKED_SPECS
 
 from tritonfp8 import ops, reference
-from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, MXFP4, ROWWISE, QuantSpec
 from tritonfp8.workflow import op_tests
 
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
@@ -60,26 +60,7 @@ def samples(device):
         yield ops.quantize_both_sum, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
         for dtype in (torch.float32, torch.bfloat16):
             yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, dtype)
-    for spec in PACKED_SPECS:
-        codes = reference.quantize(deep, *spec.args)
-        yield ops.quantize, (deep, *spec.args)
-        yield ops.quantize, (x, *spec.args, True)
-        yield ops.quantize_into, (*reference.quantize(x * 0, *spec.args), x, *spec.args)
-        yield ops.quantize_at_random, (
-            *reference.quantize(x * 0, *spec.args), x, torch.tensor([5, -7], dtype=torch.int32, device=device),
-            *spec.args, [3, 0],
-        )  # fmt: skip
-        yield ops.dequantize, (*codes, *spec.args, torch.bfloat16)
-        yield ops.expand_codes, (*codes, *spec.args)
-        yield ops.expand_codes, (*codes, *spec.args, reference.measure_rows(*codes, *spec.args)[0])
-        ends = torch.tensor([1, 2], dtype=torch.int32, device=device)
-        yield ops.expand_codes, (*codes, *spec.args, None, ends)
-        yield ops.measure_rows, (*codes, *spec.args)
-        weight = reference.quantize(x[:24], *spec.args)
-        found = (*reference.quantize(x, *ROW.args), *ROW.args, *weight, *spec.args)
-        yield ops.packed_matmul, found
-        of_rows = reference.measure_rows(*weight, *spec.args)[0]
-        yield ops.packed_matmul, (*found, None, None, None, None, "precise", False, of_rows)
+    yield from packed_samples(x, deep, device)
     for spec in (SPEC_OF_BLOCK[0], ROW):
         yield ops.quantize_with_amax, (x, *spec.args, *spec.args)
     for spec in (ROW, VECTOR, MX, SQUARE):
@@ -112,6 +93,33 @@ def samples(device):
     yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))
     yield ops.matmul, (x, *(banded(24, k, dtype=torch.bfloat16).to(device).squeeze(1) for k in (70, 1)))
     yield ops.matmul, (x.t(), banded(70, 130, dtype=torch.bfloat16).t().contiguous().t()[:24].to(device))
+
+
+def packed_samples(x, deep, device):
+    """Codes of fewer than 8 bits."""
+    for spec in PACKED_SPECS:
+        codes = reference.quantize(deep, *spec.args)
+        yield ops.quantize, (deep, *spec.args)
+        yield ops.quantize, (x, *spec.args, True)
+        yield ops.quantize_into, (*reference.quantize(x * 0, *spec.args), x, *spec.args)
+        yield ops.quantize_at_random, (
+            *reference.quantize(x * 0, *spec.args), x, torch.tensor([5, -7], dtype=torch.int32, device=device),
+            *spec.args, [3, 0],
+        )  # fmt: skip
+        yield ops.dequantize, (*codes, *spec.args, torch.bfloat16)
+        yield ops.expand_codes, (*codes, *spec.args)
+        yield ops.expand_codes, (*codes, *spec.args, reference.measure_rows(*codes, *spec.args)[0])
+        ends = torch.tensor([1, 2], dtype=torch.int32, device=device)
+        yield ops.expand_codes, (*codes, *spec.args, None, ends)
+        yield ops.measure_rows, (*codes, *spec.args)
+        weight = reference.quantize(x[:24], *spec.args)
+        found = (*reference.quantize(x, *ROW.args), *ROW.args, *weight, *spec.args)
+        yield ops.packed_matmul, found
+        of_rows = reference.measure_rows(*weight, *spec.args)[0]
+        yield ops.packed_matmul, (*found, None, None, None, None, "precise", False, of_rows)
+        # Rows that TMA can address.
+        weight = reference.quantize(normal(24, 64), *spec.args)
+        yield ops.packed_matmul, (*reference.quantize(normal(9, 64), *ROW.args), *ROW.args, *weight, *spec.args)
 
 
 def exact_samples():
@@ -172,6 +180,11 @@ def grouped_samples():
             for part in (*reference.quantize_groups(each, offsets, *spec.args, True), *spec.args)
         ]
         yield ops.scaled_grouped_matmul, (*columns, offsets, None, torch.bfloat16, "fast", False, tokens)
+    packed = reference.quantize(normal(3, n, 64, seed=2), *MXFP4.args)
+    codes = *reference.quantize_groups(normal(tokens, 64), offsets, *ROW.args), *ROW.args, *packed, *MXFP4.args, offsets
+    yield ops.packed_grouped_matmul, (*codes, bias.bfloat16(), torch.float32)
+    of_rows = reference.measure_rows(*packed, *MXFP4.args)[0]
+    yield ops.packed_grouped_matmul, (*codes, None, None, "precise", False, of_rows)
     yield ops.grouped_matmul, (x, weight, offsets, bias)
     yield ops.grouped_matmul, (grad.t(), x.t(), offsets)
     yield ops.grouped_sum, (grad, offsets)

@@ -44,6 +44,7 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
             exact.rms_norm_backward,
             exact.row_logsumexp,
             figures.operand_figures,
+            gemms.packed_grouped_matmul,
             gemms.packed_matmul,
             gemms.scaled_matmul,
             gradients.quantize_parts,

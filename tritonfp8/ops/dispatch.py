@@ -97,6 +97,11 @@ def scaled_matmul_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: Any) -> s
     return launch.product_kind(a_spec, a.device, a.shape[0], len(args) > 8 and args[8])
 
 
+def packed_groups_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: Any) -> str:
+    """The kind of a grouped GEMM whose weights have packed codes: no number of tokens changes it."""
+    return launch.product_kind(a_spec, a.device, a.shape[0], batch_invariant=True)
+
+
 def grouped_contraction(a: Tensor, *args: Any) -> int:
     """The K with which a grouped GEMM is counted: of groups of columns the tokens, without the zeros between groups."""
     return int(args[10]) if args[2].ndim == 2 else a.shape[1]

@@ -255,6 +255,9 @@ def scaled_grouped_matmul(a: Tensor, *args: Any) -> Tensor:
     return _grouped_product(a, b, offsets.shape[0], out_dtype or torch.bfloat16)
 
 
+packed_grouped_matmul = scaled_grouped_matmul
+
+
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     return _grouped_product(a, b, offsets.shape[0], a.dtype)
 

@@ -31,6 +31,13 @@ def packed_matmul(a: _Shape, a_scale: _Shape, a_spec: str, b: _Shape, *others: o
     return _product(a, b)
 
 
+def packed_grouped_matmul(
+    a: _Shape, a_scale: _Shape, a_spec: str, b: _Shape, *others: object, **options: object
+) -> int:  # fmt: skip
+    """Of all rows of ``a [tokens, K]`` by one matrix of ``b [E, N, K / 2]``."""
+    return _product(a, b[1:])
+
+
 def matmul(a: _Shape, b: _Shape, *others: object, **options: object) -> int:
     """Of ``a [M, K] @ b [N, K].T``, with a bias or without."""
     return _product(a, b)
@@ -73,6 +80,7 @@ def grouped_matmul(a: _Shape, b: _Shape, *others: object, **options: object) -> 
 for _formula in (
     scaled_matmul,
     packed_matmul,
+    packed_grouped_matmul,
     matmul,
     scaled_grouped_matmul,
     grouped_matmul,

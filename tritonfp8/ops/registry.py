@@ -21,6 +21,7 @@ from tritonfp8.ops.dispatch import (
     grouped_contraction,
     matmul_kind,
     on_cuda,
+    packed_groups_kind,
     scaled_matmul_kind,
 )
 from tritonfp8.ops.sharding import Operand, Rule
@@ -199,6 +200,12 @@ _GROUPED = {
         "SymInt tokens=0) -> Tensor",
         kind=launch.grouped_product_kind,
         contraction=grouped_contraction,
+    ),
+    "packed_grouped_matmul": Op(
+        "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, Tensor offsets, "
+        "Tensor? bias=None, ScalarType? out_dtype=None, str accumulation='precise', bool batch_invariant=False, "
+        "Tensor? b_row_scale=None) -> Tensor",
+        kind=packed_groups_kind,
     ),
     "grouped_matmul": Op(
         "(Tensor a, Tensor b, Tensor offsets, Tensor? bias=None) -> Tensor",

@@ -20,6 +20,7 @@ from tritonfp8.reference.chains import FUNCTIONS, Chain, ChainStep, TensorPlace,
 from tritonfp8.reference.codes import (
     expand_codes,
     measure_rows,
+    packed_grouped_matmul,
     packed_matmul,
     quantize_groups_both,
     transpose_codes,

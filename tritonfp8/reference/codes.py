@@ -114,6 +114,30 @@ def packed_matmul(
     )  # fmt: skip
 
 
+def packed_grouped_matmul(
+    a: Tensor,
+    a_scale: Tensor,
+    a_spec: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_spec: str,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = torch.bfloat16,
+    accumulation: str = "precise",
+    batch_invariant: bool = False,
+    b_row_scale: Tensor | None = None,
+) -> Tensor:
+    """:func:`~tritonfp8.reference.scaled_grouped_matmul` of weights ``b [E, N, K / 2]`` that are expanded first.
+
+    The other arguments are as there, of groups of rows; for ``b_row_scale [E, N, 1]`` see :func:`expand_codes`.
+    """
+    codes, scales = expand_codes(b, b_scale, b_spec, b_row_scale)
+    return grouped.scaled_grouped_matmul(
+        a, a_scale, a_spec, codes, scales, *EXPANDED.args, offsets, bias, out_dtype, accumulation, batch_invariant
+    )
+
+
 def quantize_groups_both(
     x: Tensor,
     offsets: Tensor,

@@ -195,7 +195,7 @@ def _gemm(ran: Sequence[counting.RanGemm], all_flops: int, is_grouped: bool) -> 
 def _op(operands: tuple[str, str], quantized: str, high: str) -> str:
     if ":" not in operands[0]:
         return high
-    return "packed_matmul" if spec_of(operands[1], packed=True) == MXFP4 else quantized
+    return f"packed_{high}" if spec_of(operands[1], packed=True) == MXFP4 else quantized
 
 
 def _dtype(operands: tuple[str, str]) -> str:

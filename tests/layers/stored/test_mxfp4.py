@@ -160,20 +160,22 @@ def test_a_linear_layer_gives_its_codes_to_the_gemm(recipe, monkeypatch):
     assert_bitwise_equal(found, [out.detach(), x.grad])
 
 
-def test_experts_expand_the_codes_of_those_that_have_tokens(monkeypatch):
-    """The last one has none."""
-    module = stored(EXPERTS_KIND, MXFP4).requires_grad_(False)
-    expected, ends = call(module, EXPERTS_KIND), []
+def test_experts_give_their_codes_to_the_gemm(monkeypatch):
+    """The bits are of codes that are expanded before."""
+    module, calls = stored(EXPERTS_KIND, MXFP4).requires_grad_(False), []
 
-    def expand(qdata, scale, spec, row_scale, offsets):
-        ends.append(offsets)
-        codes, scales = reference.expand_codes(qdata, scale, spec, row_scale)
-        codes[-1], scales[-1] = torch.nan, torch.nan
-        return codes, scales
+    def multiply(a, a_scale, a_spec, b, b_scale, b_spec, offsets, bias, dtype, accumulation, batch_invariant, of_rows):
+        calls.append(b.dtype)
+        codes, scales = reference.expand_codes(b, b_scale, b_spec)
+        assert_bitwise_equal(of_rows, scales)
+        return ops.scaled_grouped_matmul(
+            a, a_scale, a_spec, codes, scales, *EXPANDED.args, offsets, bias, dtype, accumulation, batch_invariant
+        )
 
-    monkeypatch.setattr(ops, "expand_codes", expand)
+    expected = call(module, EXPERTS_KIND)
+    monkeypatch.setattr(ops, "packed_grouped_matmul", multiply)
     assert_bitwise_equal(call(module, EXPERTS_KIND), expected)
-    assert [x[-2] == x[-1] for x in ends] == [True, True]
+    assert calls == [torch.uint8, torch.uint8]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp4_weights"])
@@ -201,16 +203,18 @@ def test_a_compiled_layer_gives_its_codes_to_the_gemm(recipe):
     assert not {ops.expand_codes, ops.measure_rows} & set.union(*graphs)
 
 
-def test_compiled_experts_find_no_scales_of_rows():
+def test_compiled_experts_give_their_codes_and_the_scales_of_rows_to_the_gemm():
     module, graphs = stored(EXPERTS_KIND, MXFP4).requires_grad_(False), []
 
     def backend(graph, inputs):
-        graphs.extend(node for node in graph.graph.nodes if node.target is ops.expand_codes)
+        assert ops.expand_codes not in {node.target for node in graph.graph.nodes}
+        graphs.extend(node for node in graph.graph.nodes if node.target is ops.packed_grouped_matmul)
         return make_boxed_func(graph)
 
     compiled = torch.compile(module, backend=aot_autograd(fw_compiler=backend))
     assert_bitwise_equal(call(compiled, EXPERTS_KIND), call(module, EXPERTS_KIND))
-    assert [sum(isinstance(x, torch.fx.Node) for x in node.args) for node in graphs] == [4, 4]
+    assert [isinstance(node.args[-1], torch.fx.Node) for node in graphs] == [True, True]
+    assert len(graphs[0].args) == len(ops.packed_grouped_matmul._schema.arguments)
 
 
 @each_kind

@@ -12,4 +12,4 @@ Exports the Triton twin of each op, and how it runs.
 
 from tritonfp8.launch.gemms.dense import MX_SPECS, has_tma_layout, product_kind, scaled_matmul
 from tritonfp8.launch.gemms.grouped import grouped_matmul, grouped_product_kind, scaled_grouped_matmul
-from tritonfp8.launch.gemms.packed import packed_matmul
+from tritonfp8.launch.gemms.packed import packed_grouped_matmul, packed_matmul

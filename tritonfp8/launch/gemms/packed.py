@@ -1,4 +1,4 @@
-"""Launch the GEMM whose weight has codes of 4 bits, the twin of ``packed_matmul``: on Hopper it reads the codes."""
+"""Launch the GEMMs whose weight has codes of 4 bits, dense or of groups of tokens: on Hopper they read the codes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.kernels.gemm import hopper_packed as kernels
+from tritonfp8.kernels.gemm import hopper_packed_grouped as grouped_kernels
 from tritonfp8.kernels.gemm.sizes import SPECIALIZED_WAVE_ROWS
 from tritonfp8.launch.casts import add_row_scales, expand_codes, has_words
 from tritonfp8.launch.gemms.dense import scaled_matmul, workspace_of
-from tritonfp8.launch.gemms.operands import SWIZZLE, GemmOperands, plan_reduce, programs
+from tritonfp8.launch.gemms.grouped import scaled_grouped_matmul
+from tritonfp8.launch.gemms.operands import SWIZZLE, GemmOperands, matrices, plan_reduce, programs
+from tritonfp8.launch.group_table import plan_row_tiles
 from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, TensorMap, View
 from tritonfp8.specs import EXPANDED, ROWWISE, QuantSpec, spec_of
@@ -92,13 +95,17 @@ def _is_readable(
     return is_whole and is_plain and a.has_tma_layout() and has_words(b, b_spec)
 
 
+def _registers(config: MatmulConfig) -> dict[str, int]:
+    shared = _REGISTERS.get(config.blocks_per_sm)
+    return {} if shared is None else {"maxnreg": shared}
+
+
 def _plan_packed(plan: Planner, p: GemmOperands, exponents: View, config: MatmulConfig) -> None:
     """Launch the kernel, whose rows are the weight's, and whose columns are tokens."""
     m, n, k = p.sizes()
     pieces = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
     a_scale, b_scale = p.scales
     a_stride, b_stride = p.row_strides()
-    shared = _REGISTERS.get(config.blocks_per_sm)
     plan.launch(
         kernels.hopper_packed_matmul_kernel,
         programs(plan, config, pieces),
@@ -115,7 +122,7 @@ def _plan_packed(plan: Planner, p: GemmOperands, exponents: View, config: Matmul
             "SPLIT": config.split_k > 1, "ALIGNED": k % STEP == 0,
         },
         num_warps=config.num_warps,
-        **({} if shared is None else {"maxnreg": shared}),
+        **_registers(config),
     )  # fmt: skip
 
 
@@ -130,3 +137,68 @@ def _expanded(
 
 
 packed_matmul = launcher(plan_packed_matmul, reference.packed_matmul, _expanded)
+
+
+def plan_packed_grouped_matmul(
+    plan: Planner,
+    a: View,
+    a_scale: View,
+    b: View,
+    b_scale: View,
+    offsets: View,
+    bias: View | None,
+    b_row_scale: View | None,
+    a_spec: str,
+    b_spec: str,
+    out_dtype: torch.dtype | None,
+    accumulation: str,
+    batch_invariant: bool,
+) -> list[View] | None:
+    """One output, ``[tokens, N]``. No plan where the codes should be expanded first.
+
+    Every group sums K in one order, so ``batch_invariant`` changes nothing.
+    """
+    (groups, n, _), tokens = b.shape, a.shape[0]
+    config = packed_tiles.choose_packed_groups(tokens, groups)
+    if not tokens * groups * n or config is None or not offsets.is_contiguous():
+        return None
+    of, out = spec_of(b_spec, packed=True), plan.empty((tokens, n), out_dtype or torch.bfloat16)
+    q = matrices(b) if b.is_contiguous() else None
+    if q is None or not _is_readable(plan, a, a_scale, spec_of(a_spec), q, b_scale, of, bias):
+        return None
+    exponents = b_scale.retyped(torch.uint8)
+    known = None if b_row_scale is None or not b_row_scale.is_contiguous() else b_row_scale
+    scales = add_row_scales(plan, q, matrices(exponents), of) if known is None else known
+    table = plan_row_tiles(plan, offsets, tokens, config.block_m, aligned=False)
+    k = a.shape[1]
+    plan.launch(
+        grouped_kernels.hopper_packed_grouped_kernel,
+        programs(plan, config, table.entries * -(-n // config.block_n)),
+        (
+            TensorMap(q, (config.block_n, config.block_k // 2), SWIZZLE // 2),
+            TensorMap(a, (config.block_m, config.block_k), SWIZZLE),
+            out, scales, a_scale, exponents, bias, table.buffer,
+        ),
+        (table.entries, groups, n, tokens, k, 1, a_scale.strides[0]),
+        {
+            "BLOCK_M": config.block_n, "BLOCK_N": config.block_m, "BLOCK_K": config.block_k,
+            "HAS_BIAS": bias is not None, "STAGES": config.num_stages,
+            "PROMOTE": accumulation == "precise", "ALIGNED": k % STEP == 0,
+        },
+        num_warps=config.num_warps,
+        **_registers(config),
+    )  # fmt: skip
+    return [out]
+
+
+def _expanded_groups(
+    a: Tensor, a_scale: Tensor, a_spec: str, b: Tensor, b_scale: Tensor, b_spec: str, offsets: Tensor, *others: Any
+) -> Tensor:  # fmt: skip
+    *options, b_row_scale = others
+    # Of experts that have tokens: few, where few tokens are decoded.
+    codes, scales = expand_codes(b, b_scale, b_spec, b_row_scale, offsets)
+    (spec,) = EXPANDED.args
+    return scaled_grouped_matmul(a, a_scale, a_spec, codes, scales, spec, offsets, *options)
+
+
+packed_grouped_matmul = launcher(plan_packed_grouped_matmul, reference.packed_grouped_matmul, _expanded_groups)

@@ -180,10 +180,16 @@ class GroupedPlan(NamedTuple):
             else:
                 spec_t = self.recipe.grad_input.rhs if self.needs_grad_input else None
                 rhs, amax_t = self.source.now(weight, Specs(gemm.rhs, spec_t, codes))
-                if rhs[0] is not None and rhs[0].dtype == torch.uint8:
-                    # Of experts that have tokens: few, where few tokens are decoded.
-                    rhs, amax_t = ops.expand_codes(*rhs, *MXFP4.args, amax_t, offsets), None
-            out = _multiply(gemm, lhs, rhs, offsets, bias, rows.x.dtype)
+            if rhs[0] is not None and rhs[0].dtype == torch.uint8:
+                assert gemm.lhs is not None
+                out = ops.packed_grouped_matmul(
+                    *lhs, *gemm.lhs.args, *rhs, *MXFP4.args, offsets, bias, rows.x.dtype, gemm.accumulation,
+                    gemm.batch_invariant, amax_t,
+                )  # fmt: skip
+                # What a source of such codes gives are scales of expanded rows.
+                amax_t = None
+            else:
+                out = _multiply(gemm, lhs, rhs, offsets, bias, rows.x.dtype)
         if not self.needs_grad_input:
             return out, [None, None, None]
         keeps = not self.is_cached or cached[2] is None
