@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -212,18 +212,18 @@ def failures(rows: list[compare.Row]) -> list[str]:
             continue
         if not all(math.isfinite(float(loss)) for losses in row["losses"] for loss in losses):
             found.append(f"{row['contender']}: losses that are not finite")
-        if stuck := _stuck(row["unchanged"]):
-            found.append(f"{row['contender']}: no step changed {', '.join(stuck)}")
+        if names := stuck(row["unchanged"]):
+            found.append(f"{row['contender']}: no step changed {', '.join(names)}")
     return found
 
 
-def _stuck(unchanged: list[list[str]]) -> list[str]:
+def stuck(unchanged: Sequence[list[str]]) -> list[str]:
     """Parameters that did not change on any rank, and parameters of experts that did not change on some rank.
 
     Text never has some tokens, so that a rank's rows of the embedding may get no gradient. Every rank has experts.
     """
     everywhere = set(unchanged[0]).intersection(*unchanged)
-    return sorted(name for name in set().union(*unchanged) if name in everywhere or ".experts." in name)
+    return sorted(name for name in set().union(*unchanged) if name in everywhere or "experts." in name)
 
 
 def show_layers(rows: list[compare.Row], title: str) -> None:
