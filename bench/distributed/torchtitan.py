@@ -309,7 +309,7 @@ def pairs_of(
         sizes: ``layers``, ``batch``, ``length`` and ``steps`` of the programs.
     """
     pairs = []
-    batch, ep = sizes.get("batch", Program.batch), min(ranks, 4)
+    ep = min(ranks, 4)
     for flavor, dtype, recipe in itertools.product(flavors, dtypes, [PLAIN, *recipes]):
         named: dict[str, Any] = {"recipe": recipe, "flavor": flavor, "dtype": dtype, "experts": experts, **sizes}
         make = functools.partial(Program, **named)
@@ -319,7 +319,7 @@ def pairs_of(
         elif not experts:
             pairs.append(("tp", make(processes=ranks, tp=ranks), make()))
             if ranks > 2:
-                pairs.append(("tp x fsdp", make(processes=ranks, tp=2), make(batch=batch * ranks // 2)))
+                pairs.append(("tp x fsdp", make(processes=ranks, tp=2), make(processes=ranks // 2)))
         pairs.append(("noise", make(noise=NOISE), make()))
         if recipe != PLAIN:
             mixed = {"tp": 2, "ep": ep if experts and shards_experts() else 1}

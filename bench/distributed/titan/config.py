@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.models import with_head
 from tritonfp8.specs.checks import require
@@ -57,7 +57,7 @@ class Whole:
         tp: degree of tensor parallelism; FSDP2 takes the other processes.
         ep: degree of expert parallelism.
         checkpointing: of activations: ``"none"``, ``"selective"`` or ``"full"``.
-        gather: whether FSDP2 gathers weights in 8 bits.
+        gather: whether FSDP2 gathers weights in 8 bits; of torchao's recipes tensorwise can.
         payload: how rows travel to converted experts: ``"float8"`` or ``"high_precision"``.
         deterministic: compare losses, not speeds: kernels are deterministic, each step logs its loss, and no weight
             decay moves parameters that have no gradient.
@@ -154,8 +154,9 @@ def _converters(whole: Whole) -> list[Any]:
 
     options: dict[str, Any] = {"model_compile_enabled": whole.compiled}
     linear = Float8LinearConverter.Config(
-        recipe_name=whole.contender.removeprefix(PEER), filter_fqns=["lm_head", "router.gate"], **options
-    )
+        recipe_name=whole.contender.removeprefix(PEER), filter_fqns=["lm_head", "router.gate"],
+        emulate=not torch.cuda.is_available(), **options,
+    )  # fmt: skip
     return [linear, *([Float8GroupedExpertsConverter.Config(**options)] if whole.model == "30b-a3b" else [])]
 
 
@@ -165,6 +166,37 @@ def use_torch_attention(spec: Any) -> None:
 
     for _, _, parent, name in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
+
+
+def gather_with_torchao(whole: Whole, spec: Any) -> Any:
+    """The spec with torchao's 8-bit gather, which its tensorwise recipe has, and torchtitan's layer does not ask for.
+
+    On a CPU torchao emulates its GEMMs. torchtitan then forgets the recipe.
+    """
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+    from torchtitan.components.quantization.float8 import Float8Linear
+
+    recipe = whole.contender.removeprefix(PEER)
+    gather = whole.gather and recipe == "tensorwise" and whole.tp == 1
+    chosen = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gather,
+        emulate=not torch.cuda.is_available(),
+    )  # fmt: skip
+    for _, layer, _, _ in list(spec.model.traverse(Float8Linear.Config)):
+        layer._torchao_config = chosen
+    parallelize = spec.parallelize_fn
+
+    def wrapped(model: nn.Module, **options: Any) -> nn.Module:
+        for module in model.modules() if gather else ():
+            if isinstance(module, Float8Linear):
+                dtype = module.config.cast_config_weight.target_dtype
+                weight = WeightWithDynamicFloat8CastTensor(module.weight, module.linear_mm_config, dtype)
+                module.weight = nn.Parameter(weight)
+        parallel: nn.Module = parallelize(model, **options)
+        return parallel
+
+    return dataclasses.replace(spec, parallelize_fn=wrapped)
 
 
 def config_of(whole: Whole, folder: str) -> Any:
@@ -189,6 +221,8 @@ def config_of(whole: Whole, folder: str) -> Any:
     config = getattr(registry, name)()
     spec = registry.model_registry(flavor, converters=_converters(whole))
     use_torch_attention(spec)
+    if whole.contender.startswith(PEER):
+        spec = gather_with_torchao(whole, spec)
     if whole.layers:
         spec.model.layers = spec.model.layers[: whole.layers]
     given = {"local_batch_size": whole.batch, "seq_len": whole.length}

@@ -31,7 +31,8 @@ from bench.contest.machine import write_results
 from bench.distributed.compare import make_deterministic
 from bench.distributed.experts import failures, stuck
 from bench.distributed.kernels import kernels_of
-from bench.distributed.titan.config import LOGGED, PLAIN, Whole, config_of, without_a_device
+from bench.distributed.models import TORCHAO_GATHER, torchao_contestants
+from bench.distributed.titan.config import LOGGED, PEER, PLAIN, Whole, config_of, without_a_device
 from bench.models import sums_of
 from tritonfp8.training import timers
 
@@ -49,32 +50,38 @@ def train(whole: Whole, device: str) -> dict[str, Any]:
 
     Returns:
         ``losses`` of ``logged_steps``, in nats a token; ``tokens_per_second`` of a rank, the median of the windows
-        after the first; ``tflops`` of a rank; the largest ``peak_gib`` (reserved) and ``active_gib``; ``bytes`` that
-        each collective moved in one step; ``profile``, see :func:`kernels_of`; ``stuck``, parameters that did not
-        change; ``converted`` layers; ``parameters`` of the model; ``failures``, why this is no result.
+        after the first, or after a third of a long run; ``tflops`` of a rank; the largest ``peak_gib`` (reserved) and
+        ``active_gib``; ``bytes`` that each collective moved in one step; ``profile``, see :func:`kernels_of`;
+        ``stuck``, parameters that did not change; ``converted`` layers; ``parameters`` of the model; ``failures``, why
+        this is no result.
     """
     from torchtitan.trainer import Trainer
 
     from tritonfp8.distributed import count_collective_bytes
 
+    (peer,) = (each for each in torchao_contestants() if each.name == TORCHAO_GATHER)
+    after_step = peer.after_step if whole.contender.startswith(PEER) else lambda model: None
     logged: list[dict[str, float]] = []
     traffic: dict[str, int] = {}
     profiled: dict[str, Any] = {}
 
     class Measured(Trainer):  # type: ignore[misc]
+        def whole_step(self, batches: Any) -> None:
+            super().train_step(batches)
+            after_step(self.model_parts[0])
+
         def train_step(self, batches: Any) -> None:
             if self.step <= whole.steps:
-                super().train_step(batches)
-                return
-            if self.step == whole.steps + 1:
+                self.whole_step(batches)
+            elif self.step == whole.steps + 1:
                 with count_collective_bytes() as counted:
-                    super().train_step(batches)
+                    self.whole_step(batches)
                 traffic.update(counted.bytes)
-                return
-            with torch.profiler.profile() as profile:
-                super().train_step(batches)
-                timers.synchronize(self.device)
-            profiled.update(kernels_of(profile))
+            else:
+                with torch.profiler.profile() as profile:
+                    self.whole_step(batches)
+                    timers.synchronize(self.device)
+                profiled.update(kernels_of(profile))
 
     if device == "cpu":
         without_a_device()
@@ -135,7 +142,8 @@ def _checks(whole: Whole, model: nn.Module, losses: Any, unchanged: Any, lost: A
 
 
 def _summary(logged: list[dict[str, float]], flops_per_token: int) -> dict[str, Any]:
-    timed = [row for row in logged if row["step"] > LOGGED] or logged[-1:]
+    # A long run settles for a third of its steps.
+    timed = [row for row in logged if row["step"] > max(LOGGED, logged[-1]["step"] // 3)] or logged[-1:]
     speed = statistics.median(row["throughput(tps)"] for row in timed)
     return {
         "logged_steps": [row["step"] for row in logged],

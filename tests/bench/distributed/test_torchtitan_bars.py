@@ -83,6 +83,9 @@ def test_speed_of_a_whole_model_is_the_median_of_the_windows_after_the_first():
     assert found["tokens_per_second"] == 75.0
     assert found["tflops"] == 0.75
     assert (found["peak_gib"], found["logged_steps"]) == (9.0, [1, 10, 20, 30])
+    # Of 60 steps the last 40 are timed.
+    long = [row(10 * window, speed, 1.0) for window, speed in enumerate((5.0, 1.0, 20.0, 30.0, 40.0, 60.0), 1)]
+    assert trainer._summary(long, 10**10)["tokens_per_second"] == 35.0
 
 
 def test_unknown_whole_models_are_refused():
