@@ -254,15 +254,9 @@ def _local_parameters(model: Transformer, layout: Layout) -> float:
 
 
 def predict(
-    name: str,
-    recipe: str,
-    layout: Layout,
-    batch: int,
-    sequence: int,
-    network: Network,
-    recompute: str = "none",
+    name: str, recipe: str, layout: Layout, batch: int, sequence: int, network: Network, recompute: str = "none",
     layers: int = 0,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Predict a training step.
 
     Args:

@@ -45,25 +45,14 @@ def _cpu_dims(trainer: Any) -> Any:
     return ParallelDims.from_config(trainer.config.parallelism, dist.get_world_size())
 
 
-def train(whole: Whole, device: str) -> dict[str, Any]:
-    """Train, and return what torchtitan logs.
-
-    Returns:
-        ``losses`` of ``logged_steps``, in nats a token; ``tokens_per_second`` of a rank, the median of the windows
-        after the first, or after a third of a long run; ``tflops`` of a rank; the largest ``peak_gib`` (reserved) and
-        ``active_gib``; ``bytes`` that each collective moved in one step; ``profile``, see :func:`kernels_of`;
-        ``stuck``, parameters that did not change; ``converted`` layers; ``parameters`` of the model; ``failures``, why
-        this is no result.
-    """
+def _measured(whole: Whole, traffic: dict[str, int], profiled: dict[str, Any]) -> Any:
+    """torchtitan's Trainer, which fills ``traffic`` and ``profiled`` after the steps that are timed."""
     from torchtitan.trainer import Trainer
 
     from tritonfp8.distributed import count_collective_bytes
 
     (peer,) = (each for each in torchao_contestants() if each.name == TORCHAO_GATHER)
     after_step = peer.after_step if whole.contender.startswith(PEER) else lambda model: None
-    logged: list[dict[str, float]] = []
-    traffic: dict[str, int] = {}
-    profiled: dict[str, Any] = {}
 
     class Measured(Trainer):  # type: ignore[misc]
         def whole_step(self, batches: Any) -> None:
@@ -83,11 +72,29 @@ def train(whole: Whole, device: str) -> dict[str, Any]:
                     timers.synchronize(self.device)
                 profiled.update(kernels_of(profile))
 
+    return Measured
+
+
+def train(whole: Whole, device: str) -> dict[str, Any]:
+    """Train, and return what torchtitan logs.
+
+    Returns:
+        ``losses`` of ``logged_steps``, in nats a token; ``tokens_per_second`` of a rank, the median of the windows
+        after the first, or after a third of a long run; ``tflops`` of a rank; the largest ``peak_gib`` (reserved) and
+        ``active_gib``; ``bytes`` that each collective moved in one step; ``profile``, see :func:`kernels_of`;
+        ``stuck``, parameters that did not change; ``converted`` layers; ``parameters`` of the model; ``failures``, why
+        this is no result.
+    """
+    logged: list[dict[str, float]] = []
+    traffic: dict[str, int] = {}
+    profiled: dict[str, Any] = {}
+
+    trainer_type = _measured(whole, traffic, profiled)
     if device == "cpu":
         without_a_device()
-        Measured.init_distributed = _cpu_dims
+        trainer_type.init_distributed = _cpu_dims
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Measured(config_of(whole, folder))
+        trainer = trainer_type(config_of(whole, folder))
         model = trainer.model_parts[0]
         if device == "cpu":
             # Gloo adds gradients, and cannot scale them in the same call.
@@ -236,7 +243,8 @@ def differing(rows: list[dict[str, Any]]) -> list[str]:
         kept = [name for name in names if name != choice]
         groups: dict[tuple[Any, ...], set[tuple[float, ...]]] = {}
         for row in rows:
-            if row["deterministic"]:
+            # torchao's scales with its gather are of float32 weights, and without it of bf16.
+            if row["deterministic"] and not row["contender"].startswith(PEER):
                 groups.setdefault(tuple(row[name] for name in kept), set()).add(tuple(row["losses"][:steps]))
         for group, losses in groups.items():
             if len(losses) > 1:

@@ -93,9 +93,9 @@ def test_unknown_whole_models_are_refused():
         config.config_of(config.Whole("9b", "bf16"), "")
 
 
-def whole_row(losses, **options):
+def whole_row(losses, contender="rowwise", **options):
     whole = {"deterministic": True, **options}
-    return {**dataclasses.asdict(config.Whole("debug", "rowwise", **whole)), "losses": list(losses)}
+    return {**dataclasses.asdict(config.Whole("debug", contender, **whole)), "losses": list(losses)}
 
 
 @pytest.mark.parametrize(("rows", "changed"), [
@@ -103,6 +103,7 @@ def whole_row(losses, **options):
     ([whole_row((4.0, 3.0)), whole_row((4.0, 3.0000001), gather=False)], ["gather"]),
     ([whole_row((4.0, 3.0), ep=4), whole_row((4.0, 3.1), ep=4, payload="high_precision")], []),
     ([whole_row((4.0, 3.0), ep=4), whole_row((4.1, 3.0), ep=4, payload="high_precision")], ["payload"]),
+    ([whole_row((4.0,), "torchao tensorwise"), whole_row((4.1,), "torchao tensorwise", gather=False)], []),
     # Other layouts sum in another order, and speeds are measured without deterministic kernels.
     ([whole_row((4.0, 3.0)), whole_row((4.1, 3.1), tp=2)], []),
     ([whole_row((4.0, 3.0), deterministic=False), whole_row((4.1, 3.1), deterministic=False, gather=False)], []),
