@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test nightly docs notebooks versions reports lint format clean
+.PHONY: eight eight-fsdp eight-bits eight-tp eight-styles eight-experts eight-tp-experts eight-tests eight-check
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -34,6 +35,39 @@ versions: $(VENV)/.installed  ## compile the kernels with every supported triton
 
 reports: $(VENV)/.installed  ## compile the kernels and write the reports that the tests read
 	PYTHONPATH=tests/support/kernels:tests/support/choice $(BIN)/python tests/support/kernels/write_reports.py
+
+# `make -k eight PYTHON=python` in an environment that has torch for the GPUs. Each part is a command of its own.
+eight: eight-fsdp eight-bits eight-tp eight-styles eight-experts eight-tp-experts eight-tests eight-check
+TITAN = $(PYTHON) -m bench.distributed.torchtitan --model 8b --processes 8
+ON_EIGHT = $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 8 -m
+SLICE = $(ON_EIGHT) bench.distributed --model 8b-slice --recipes rowwise --steps 20 --batch-size 4 --seq-len 4096
+MIXTURE = $(ON_EIGHT) bench.distributed.experts --layers 24 --recipes rowwise --steps 50 --ep 4 --compile
+
+eight-fsdp:
+	$(TITAN) --steps 60 --contenders 'bf16,torchao tensorwise,torchao rowwise,rowwise,tensorwise,blockwise'
+
+eight-bits:
+	$(TITAN) --steps 20 --losses --layouts fsdp,wide --contenders rowwise,tensorwise,blockwise
+
+eight-tp:
+	$(TITAN) --steps 30 --layouts tp,tp8 --contenders 'bf16,torchao rowwise,rowwise'
+
+eight-styles:
+	$(SLICE) --mesh 4,2
+	$(SLICE) --mesh 1,8
+
+eight-experts:
+	$(MIXTURE)
+	$(MIXTURE) --gather
+
+eight-tp-experts:
+	$(MIXTURE) --tp 2
+
+eight-tests:
+	$(PYTHON) -m pytest -m multigpu tests
+
+eight-check:
+	$(PYTHON) -m bench.scale --check
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -21,7 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from bench.contest.compare import rounded
 from bench.distributed.models import (
-    WAYS, Contestant, Meshes, attend_causally, clip_gradients, fsdp_contestants, spread, tp_contestants,
+    WAYS,
+    Contestant,
+    Meshes,
+    attend_causally,
+    clip_gradients,
+    fsdp_contestants,
+    spread,
+    tp_contestants,
 )  # fmt: skip
 from bench.distributed.ranks import AllFailedError, Ranks
 from bench.models import sums_of
@@ -159,7 +166,7 @@ class Training:
         contestant.convert(self.model)
         spread(self.model, contestant, job.meshes, settings.compile)
         self.positions = torch.arange(settings.seq_len, device=job.device)[None]
-        self.after_step = contestant.after_step
+        self.after_step, self.parts = contestant.after_step, job.meshes.tp if contestant.experts else None
         first = 0 if contestant.alone else job.meshes.dp.get_local_rank() * settings.batch_size
         self.part = slice(first, None if contestant.alone else first + settings.batch_size)
         parameters = list(self.model.parameters())
@@ -194,7 +201,7 @@ class Training:
         logits = self.model(input_ids=batch[:, :-1], position_ids=self.positions, use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        clip_gradients(self.model, 1.0)
+        clip_gradients(self.model, 1.0, self.parts)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
@@ -284,9 +291,7 @@ def compare(
     """Measure all contestants. Collective: every rank calls it with the same settings and gets the same result.
 
     Args:
-        settings: the settings.
-        ranks: all ranks of the run.
-        device: the device of this rank.
+        settings, ranks, device: of this run; all ranks of it, and the device of this one.
         note: called with the result so far after each contestant.
         contestants: other ones than those of ``settings``.
 

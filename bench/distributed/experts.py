@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 -m bench.distributed.experts --shape deepseek-v3
     torchrun --nproc-per-node 2 -m bench.distributed.experts --layers 8
+    torchrun --nproc-per-node 8 -m bench.distributed.experts --layers 8 --ep 4 --tp 2 --steps 50
 
 Each rank has its own tokens, as many as the shape says, and its part of the experts. ``--layers`` trains whole decoder
 layers with embedding and head instead: FSDP2 shards what is no expert over the same ranks, AdamW updates float32
-parameters, and each rank has ``--batch-size`` x ``--seq-len`` tokens of text. A loss that is not finite and a parameter
-that no step changed are failures.
+parameters, and each rank has ``--batch-size`` x ``--seq-len`` tokens of text; ranks that share attention (``--tp``)
+share these. A loss that is not finite and a parameter that no step changed are failures.
 """
 
 import functools
@@ -15,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -37,7 +38,7 @@ from bench.distributed.ranks import AllFailedError, RankError, Ranks, joined
 from bench.models import mixture, training_step
 from bench.shapes import SHAPES, Shape
 from tritonfp8 import recipes
-from tritonfp8.distributed import count_collective_bytes, shard_experts
+from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gather, shard_experts
 from tritonfp8.specs.checks import require
 from tritonfp8.training import models as presets
 from tritonfp8.training import timers
@@ -104,18 +105,36 @@ class LayerSettings(compare.Settings):
     Attributes:
         model: a name of :data:`LAYERS`.
         layers: number of decoder layers.
+        ep: ranks that share the experts; 0 for all. FSDP2 shards them over the other ranks.
+        gather: whether FSDP2 gathers weights of other contestants than bf16 in 8 bits.
     """
 
     layers: int = 1
+    ep: int = 0
+    gather: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranks = self.dp * self.tp
+        if ranks % self.over or self.over % self.tp:
+            raise ValueError(f"ep must divide the {ranks} ranks, and be a multiple of tp, {self.tp}; got {self.ep}")
+
+    @property
+    def over(self) -> int:
+        """Number of ranks that share the experts."""
+        return self.ep or self.dp * self.tp
 
     def contestants(self) -> list[models.Contestant]:
         """As :func:`contestants`, bf16 first."""
-        return [
-            models.Contestant(
-                each.name, functools.partial(split, contestant=each), own=each.recipe != BASELINE, varying=True
+        found = []
+        for each in contestants(self.recipes):
+            own = each.recipe != BASELINE
+            styles = models.FLOAT8_STYLES if own else models.TORCH_STYLES
+            convert = functools.partial(split, contestant=each, ep=self.over, tp=self.tp, gather=self.gather and own)
+            found.append(
+                models.Contestant(each.name, convert, own=own, styles=styles if self.tp > 1 else None, experts=True)
             )
-            for each in contestants(self.recipes)
-        ]
+        return found
 
     def peak_lr(self) -> float:
         """``lr``, or the rate of other models, which have no preset. Raises ValueError for an unknown model."""
@@ -141,22 +160,26 @@ class LayerSettings(compare.Settings):
 
 
 @functools.cache
-def mesh_of_experts(device_type: str, ranks: int) -> DeviceMesh:
-    """A mesh with experts over all ranks. It is made once, because each new mesh would add process groups."""
-    return init_device_mesh(device_type, (1, ranks), mesh_dim_names=("dp", "ep"))
+def mesh_of_experts(device_type: str, ranks: int, ep: int) -> DeviceMesh:
+    """A mesh with experts over ``ep`` ranks. It is made once, because each new mesh would add process groups."""
+    return init_device_mesh(device_type, (ranks // ep, ep), mesh_dim_names=("dp", "ep"))
 
 
-def split(model: nn.Module, contestant: Contestant) -> None:
+def split(model: nn.Module, contestant: Contestant, ep: int, tp: int = 1, gather: bool = False) -> None:
     """Convert the linear layers and experts, not routers and head, and give each rank its part of the experts.
 
-    FSDP2 over one rank communicates nothing. It casts the weights of experts to bf16 as it casts all others.
+    Ranks of tensor parallelism have one loss. FSDP2 over one rank communicates nothing. It casts the weights of experts
+    to bf16 as it casts all others.
     """
     recipe: Any = contestant.recipe
     if recipe != BASELINE:
         recipe = recipes.get(recipe, transposed_from=contestant.transposed_from)
     tritonfp8.convert(model, recipe)
-    mesh = mesh_of_experts(next(model.parameters()).device.type, torch.distributed.get_world_size())
-    for name in shard_experts(model, mesh["ep"], contestant.payload):
+    mesh = mesh_of_experts(next(model.parameters()).device.type, torch.distributed.get_world_size(), ep)
+    names = shard_experts(model, mesh["ep"], contestant.payload, average_gradients=ep // tp)
+    if gather:
+        enable_float8_all_gather(model)
+    for name in names:
         fully_shard(model.get_submodule(name), mesh=mesh["dp"], mp_policy=models.POLICY, reshard_after_forward=True)
 
 
@@ -212,18 +235,18 @@ def failures(rows: list[compare.Row]) -> list[str]:
             continue
         if not all(math.isfinite(float(loss)) for losses in row["losses"] for loss in losses):
             found.append(f"{row['contender']}: losses that are not finite")
-        if stuck := _stuck(row["unchanged"]):
-            found.append(f"{row['contender']}: no step changed {', '.join(stuck)}")
+        if names := stuck(row["unchanged"]):
+            found.append(f"{row['contender']}: no step changed {', '.join(names)}")
     return found
 
 
-def _stuck(unchanged: list[list[str]]) -> list[str]:
+def stuck(unchanged: Sequence[list[str]]) -> list[str]:
     """Parameters that did not change on any rank, and parameters of experts that did not change on some rank.
 
     Text never has some tokens, so that a rank's rows of the embedding may get no gradient. Every rank has experts.
     """
     everywhere = set(unchanged[0]).intersection(*unchanged)
-    return sorted(name for name in set().union(*unchanged) if name in everywhere or ".experts." in name)
+    return sorted(name for name in set().union(*unchanged) if name in everywhere or "experts." in name)
 
 
 def show_layers(rows: list[compare.Row], title: str) -> None:
@@ -270,7 +293,8 @@ def train_layers(settings: LayerSettings, device: torch.device, path: Path) -> N
         with joined(device) as ranks:
             rows, failed = measure_layers(settings, ranks, device, path)
             if ranks.rank == 0:
-                show_layers(rows, f"{settings.layers} layers of {settings.model}, experts over {ranks.size} ranks")
+                where = f"{ranks.size} ranks, experts over {settings.over}, attention over {settings.tp}"
+                show_layers(rows, f"{settings.layers} layers of {settings.model}, {where}")
     except (AllFailedError, RankError) as error:
         print(f"the run ends here: {error}", file=sys.stderr, flush=True)
         # A normal exit waits for collectives that the other ranks will not join.
@@ -289,6 +313,9 @@ def main(
     model: Annotated[str, typer.Option(help=f"Sizes of the layers: {', '.join(LAYERS)}.")] = "qwen3-30b-a3b",
     batch_size: Annotated[int, typer.Option(help="Sequences a step and rank, of whole layers.", min=1)] = 2,
     seq_len: Annotated[int, typer.Option(help="Tokens (bytes of text) a sequence, of whole layers.", min=1)] = 4096,
+    ep: Annotated[int, typer.Option(help="Of whole layers: ranks that share the experts; 0 for all.", min=0)] = 0,
+    tp: Annotated[int, typer.Option(help="Of whole layers: ranks that share attention.", min=1)] = 1,
+    gather: Annotated[bool, typer.Option(help="Of whole layers: gather weights in 8 bits.")] = False,
     compile: Annotated[bool, typer.Option(help="Compile each whole layer.")] = False,
     data: Annotated[Path | None, typer.Option(help="Text. [default: Python's standard library]")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for experts-over-ranks-SHAPE.json.")] = None,
@@ -300,14 +327,15 @@ def main(
     if layers:
         try:
             settings = LayerSettings(
-                model, tuple(names.split(",")), steps, batch_size, seq_len, int(os.environ["WORLD_SIZE"]),
+                model, tuple(names.split(",")), steps, batch_size, seq_len, int(os.environ["WORLD_SIZE"]) // tp, tp,
                 compile=compile, peers=False, data=None if data is None else str(data), find_unchanged=True,
-                layers=layers,
+                layers=layers, ep=ep, gather=gather,
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-        compiled = "-compiled" if compile else ""
-        train_layers(settings, device, folder / f"experts-over-ranks-{model}-{layers}-layers{compiled}.json")
+        ways = {f"ep{ep}": ep, f"tp{tp}": tp > 1, "gather": gather, "compiled": compile}
+        ending = "".join(f"-{name}" for name, chosen in ways.items() if chosen)
+        train_layers(settings, device, folder / f"experts-over-ranks-{model}-{layers}-layers{ending}.json")
         return
     (chosen,) = (each for each in SHAPES["experts"] if each.set == shape)
     with joined(device) as ranks:

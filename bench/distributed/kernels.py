@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.contest.machine import command_line, results_folder, write_results
@@ -21,6 +22,7 @@ from tritonfp8.advice import kernel_seconds
 
 COLLECTIVE = "nccl"
 UNTIMED_STEPS, STEPS = 7, 3
+MOST = 40
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
@@ -38,6 +40,29 @@ def kinds(events: Iterable[Any]) -> dict[str, float]:
     collectives = sum(end - begin for name, begin, end in found if COLLECTIVE in name)
     own = kernel_seconds((name, end - begin) for name, begin, end in found if COLLECTIVE not in name)
     return {**own, "collective_seconds": collectives, "busy_seconds": busy((begin, end) for _, begin, end in found)}
+
+
+def kernels_of(profiled: profile) -> dict[str, Any]:
+    """The GPU's time in a profile, in seconds.
+
+    Returns:
+        ``span`` from the first kernel to the end of the last; ``busy``, in which a kernel other than NCCL's ran;
+        ``kernels``, by name the seconds and the number of calls of the :data:`MOST` that take longest; ``host``, the
+        same of what the host called, without what that called.
+    """
+    # Ranges that a program names have times on the GPU too.
+    ran = [e for e in profiled.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    found: dict[str, list[float]] = {}
+    for event in ran:
+        each = found.setdefault(event.name[:120], [0.0, 0])
+        each[0] += event.time_range.elapsed_us() / 1e6
+        each[1] += 1
+    spans = [(e.time_range.start / 1e6, e.time_range.end / 1e6) for e in ran if COLLECTIVE not in e.name]
+    span = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
+    longest = sorted(found.items(), key=lambda item: -item[1][0])[:MOST]
+    calls = sorted(profiled.key_averages(), key=lambda call: -call.self_cpu_time_total)[:MOST]
+    host = {call.key[:120]: [call.self_cpu_time_total / 1e6, call.count] for call in calls}
+    return {"span": span, "busy": busy(spans), "kernels": dict(longest), "host": host}
 
 
 def measure(training: Training, batches: tuple[torch.Tensor, ...]) -> dict[str, float]:

@@ -84,7 +84,7 @@ class Contestant:
         alone: whether each rank trains on the whole batch by itself.
         moments: how ``tritonfp8.optim.AdamW`` stores the moments of weights that are stored in 8 bits; None is torch's
             AdamW.
-        varying: whether a compiled layer has other sizes in each step: experts over ranks get other numbers of rows.
+        experts: whether experts are over ranks. In each step they get other numbers of rows.
         obstacle: why it cannot take part, or None.
         reduce_dtype: the dtype in which gradients are reduced.
         codes: whether gradients are sent in 8 bits.
@@ -99,7 +99,7 @@ class Contestant:
     dtensors: bool = False
     alone: bool = False
     moments: str | None = None
-    varying: bool = False
+    experts: bool = False
     obstacle: str | None = None
     reduce_dtype: torch.dtype = torch.float32
     codes: bool = False
@@ -262,11 +262,13 @@ def attend_causally(model: nn.Module) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def clip_gradients(model: nn.Module, limit: float) -> None:
-    """Scale the gradients in place so that their norm over all ranks is at most ``limit``.
+def clip_gradients(model: nn.Module, limit: float, parts: DeviceMesh | None = None) -> None:
+    """Scale the gradients in place so that their norm over all ranks is at most ``limit``, after :func:`sum_parts`.
 
     torch's ``clip_grad_norm_`` takes the gradients of one mesh only; experts over ranks have a mesh of their own.
     """
+    if parts is not None:
+        sum_parts(model, parts)
     meshes: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -281,17 +283,17 @@ def clip_gradients(model: nn.Module, limit: float) -> None:
 
 
 def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bool) -> None:
-    """Shard a converted Llama in place: tensor parallelism, compiled decoder layers, FSDP2 on each and on the root."""
+    """Shard a converted Llama or mixture in place: tensor parallelism, compiled layers, FSDP2 on each and the root."""
     if contestant.styles is not None:
         assert meshes.tp is not None
-        plan = llama_plan(len(model.model.layers), contestant.styles, contestant.dtensors)
-        parallelize_module(model, meshes.tp, plan)
+        plan = mixture_plan if contestant.experts else llama_plan
+        parallelize_module(model, meshes.tp, plan(len(model.model.layers), contestant.styles, contestant.dtensors))
     mesh = meshes.alone if contestant.alone else meshes.dp
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=contestant.reduce_dtype)
     for name, layer in list(model.model.layers.named_children()):
         if compile:
             # With None, sizes that change are symbols from their second value on.
-            layer = compiled(layer, model.device.type, None if contestant.varying else False)
+            layer = compiled(layer, model.device.type, None if contestant.experts else False)
             model.model.layers.register_module(name, layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -329,3 +331,33 @@ def llama_plan(layers: int, styles: Styles, dtensors: bool) -> dict[str, Any]:
         plan |= {f"{at}.self_attn.{name}": colwise() for name in ("q_proj", "k_proj", "v_proj")}
         plan |= {f"{at}.mlp.{name}": colwise(use_local_output=not dtensors) for name in ("gate_proj", "up_proj")}
     return plan
+
+
+def mixture_plan(layers: int, styles: Styles, dtensors: bool = False) -> dict[str, Any]:
+    """Plan of tensor parallelism for a transformers Qwen3-MoE: attention over heads, experts over the ranks' tokens.
+
+    Every rank has whole logits. Norms and routers of a rank read its part of the tokens, or heads: :func:`sum_parts`
+    makes their gradients whole.
+    """
+    colwise, rowwise, prepare = styles
+    whole, tokens = Replicate(), Shard(1)
+    plan: dict[str, Any] = {
+        name: PrepareModuleInput(input_layouts=(came,), desired_input_layouts=(wanted,), use_local_output=True)
+        for name, came, wanted in (("model.layers.0", whole, tokens), ("model.norm", tokens, whole))
+    }
+    for index in range(layers):
+        at = f"model.layers.{index}.self_attn"
+        plan |= {f"{at}.{name}": colwise(use_local_output=not dtensors) for name in ("q_proj", "k_proj", "v_proj")}
+        plan[at] = prepare(
+            input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts={"hidden_states": whole}
+        )
+        plan[f"{at}.o_proj"] = rowwise(output_layouts=tokens)
+    return plan
+
+
+def sum_parts(model: nn.Module, tp: DeviceMesh) -> None:
+    """Sum the gradients of norms and routers over the ranks of tensor parallelism, in place (:func:`mixture_plan`)."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and any(part in name for part in ("layernorm", "q_norm", "k_norm", "mlp.gate.")):
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            torch.distributed.all_reduce(grad, group=tp.get_group())

@@ -13,11 +13,14 @@ The rows ``noise`` are a control: one process, whose first weights differ by 1e-
 order differ as little. Losses that such noise moves beyond 1e-3 say nothing about tensor parallelism.
 
 With ``--model 8b`` (or ``70b``, ``30b-a3b``) torchtitan's own Trainer trains the whole model, or so many of its layers,
-for its tokens a second, MFU, memory, bytes of collectives and losses, by contender and layout.
+for its tokens a second, MFU, memory, bytes of collectives and losses, by contender and layout; ``tp+ep4`` has both.
+With ``--losses`` the runs are deterministic, and losses with and without the 8-bit gather (``fsdp,wide``) must be equal
+to the bit, as must the first losses where rows travel to experts in 8 bits and in high precision (``ep4,ep4+exact``).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -40,16 +43,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from bench.contest.machine import results_folder, write_results
 from bench.distributed.compare import make_deterministic
 from bench.distributed.run import QUANTIZED
-from bench.distributed.titan_trainer import LAYOUTS, MODELS, Whole, launch, run_whole, use_torch_attention
-from bench.distributed.titan_trainer import serve as serve_whole
+from bench.distributed.titan.config import LAYOUTS, MODELS, Whole, use_torch_attention, wholes_of
+from bench.distributed.titan.trainer import launch, run_whole
+from bench.distributed.titan.trainer import serve as serve_whole
 from bench.models import with_head
 
 # By which losses of two processes may differ from losses of one, losses of the two gathers, and the control's losses.
 # With experts in FP8 the limit is above what the control shows: a code that rounds the other way sends tokens to other
 # experts.
-LIMITS = {"tp": 1e-3, "gather": 0.0, "ep": 2e-2, "tp x ep": 2e-2, "noise": math.inf}
+LIMITS = {"tp": 1e-3, "tp x fsdp": 1e-3, "gather": 0.0, "ep": 2e-2, "tp x ep": 2e-2, "noise": math.inf}
 NOISE = 1e-7
-BATCH, LENGTH, STEPS, RATE = 4, 256, 10, 1e-3
+RATE = 1e-3
 PLAIN = "bf16"
 
 
@@ -67,6 +71,9 @@ class Program:
         gather: whether FSDP2 gathers weights in 8 bits.
         dtype: of activations and gathered weights, ``mixed_precision_param`` of torchtitan.
         noise: by how much the first weights differ from other programs' weights, as a share of their values.
+        layers: of the model's layers so many; 0 for all.
+        batch, length: sequences of a data-parallel rank, and their tokens.
+        steps: optimizer steps.
     """
 
     recipe: str
@@ -78,6 +85,10 @@ class Program:
     gather: bool = True
     dtype: str = "bfloat16"
     noise: float = 0.0
+    layers: int = 0
+    batch: int = 4
+    length: int = 256
+    steps: int = 10
 
 
 def _supply_missing(device: str) -> None:
@@ -104,14 +115,15 @@ def _config(program: Program) -> Any:
     convert = Float8Converter.Config(recipe=with_head(program.recipe), filter=dense, all_gather=program.gather)
     spec = model_registry(program.flavor, converters=[] if program.recipe == PLAIN else [convert])
     use_torch_attention(spec)
+    spec.model.layers = spec.model.layers[: program.layers or None]
     return Trainer.Config(
         model_spec=spec,
         parallelism=ParallelismConfig(
             spmd_backend="partial_dtensor", tensor_parallel_degree=program.tp, expert_parallel_degree=program.ep
         ),
         training=TrainingConfig(
-            local_batch_size=BATCH,
-            seq_len=LENGTH,
+            local_batch_size=program.batch,
+            seq_len=program.length,
             mixed_precision_param=program.dtype,
             mixed_precision_reduce="float32",
             disable_cuda_graphs=True,
@@ -196,7 +208,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def train(program: Program, device: str) -> dict[str, Any]:
-    """Train for :data:`STEPS` steps.
+    """Train.
 
     Returns:
         ``losses``, means over the tokens of all ranks, in nats a token; ``stuck``, names of parameters that did not
@@ -216,10 +228,11 @@ def train(program: Program, device: str) -> dict[str, Any]:
     replicas = program.processes // program.tp
     place = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
     text, losses = corpus.load().data.long(), []
-    for step in range(STEPS):
-        begin = (step * replicas + place) * BATCH * (LENGTH + 1)
-        rows = text[begin : begin + BATCH * (LENGTH + 1)].view(BATCH, LENGTH + 1).to(device)
-        tokens = torch.tensor(BATCH * LENGTH * replicas, device=device)
+    batch, length = program.batch, program.length
+    for step in range(program.steps):
+        begin = (step * replicas + place) * batch * (length + 1)
+        rows = text[begin : begin + batch * (length + 1)].view(batch, length + 1).to(device)
+        tokens = torch.tensor(batch * length * replicas, device=device)
         loss, _ = loss_fn(model(rows[:, :-1]), rows[:, 1:], tokens)
         loss.backward()
         optimizer.step()
@@ -285,20 +298,34 @@ def shards_experts() -> bool:
 
 
 def pairs_of(
-    recipes: list[str], flavors: list[str], dtypes: list[str], experts: bool = False
+    recipes: list[str], flavors: list[str], dtypes: list[str], experts: bool = False, ranks: int = 2, **sizes: int
 ) -> list[tuple[str, Program, Program]]:
-    """Pairs of programs and what they compare, a key of :data:`LIMITS`."""
+    """Pairs of programs and what they compare, a key of :data:`LIMITS`.
+
+    Args:
+        recipes, flavors, dtypes: of the programs.
+        experts: whether experts are converted, and over ranks.
+        ranks: processes. Over more than two, tensor parallelism is over all and over two, and experts are over four.
+        sizes: ``layers``, ``batch``, ``length`` and ``steps`` of the programs.
+    """
     pairs = []
+    ep = min(ranks, 4)
     for flavor, dtype, recipe in itertools.product(flavors, dtypes, [PLAIN, *recipes]):
-        options: dict[str, Any] = {"recipe": recipe, "flavor": flavor, "dtype": dtype, "experts": experts}
+        named: dict[str, Any] = {"recipe": recipe, "flavor": flavor, "dtype": dtype, "experts": experts, **sizes}
+        make = functools.partial(Program, **named)
         if experts and shards_experts():
-            pairs.append(("ep", Program(processes=2, ep=2, **options), Program(processes=2, **options)))
-            pairs.append(("tp x ep", Program(processes=2, tp=2, ep=2, **options), Program(**options)))
+            pairs.append(("ep", make(processes=ranks, ep=ep), make(processes=ranks)))
+            pairs.append(("tp x ep", make(processes=ranks, tp=2, ep=ep), make(processes=ranks // 2)))
         elif not experts:
-            pairs.append(("tp", Program(processes=2, tp=2, **options), Program(**options)))
-        pairs.append(("noise", Program(noise=NOISE, **options), Program(**options)))
+            pairs.append(("tp", make(processes=ranks, tp=ranks), make()))
+            if ranks > 2:
+                pairs.append(("tp x fsdp", make(processes=ranks, tp=2), make(processes=ranks // 2)))
+        pairs.append(("noise", make(noise=NOISE), make()))
         if recipe != PLAIN:
-            pairs.append(("gather", Program(processes=2, **options), Program(processes=2, gather=False, **options)))
+            mixed = {"tp": 2, "ep": ep if experts and shards_experts() else 1}
+            for layout in ({}, mixed)[: 1 + (ranks > 2)]:
+                on, off = (make(processes=ranks, gather=gather, **layout) for gather in (True, False))
+                pairs.append(("gather", on, off))
     return pairs
 
 
@@ -312,10 +339,15 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder for torchtitan.json.")] = None,
     model: Annotated[str, typer.Option(help=f"A whole model: {', '.join(MODELS)}.")] = "",
     contenders: Annotated[str, typer.Option(help="Of whole models.")] = "bf16,torchao rowwise,rowwise",
-    layouts: Annotated[str, typer.Option(help=f"Of whole models: {', '.join(LAYOUTS)}.")] = "fsdp",
-    layers: Annotated[int, typer.Option(help="Of whole models; 0 for all.")] = 0,
-    steps: Annotated[int, typer.Option(help="Of whole models.")] = 30,
-    sizes: Annotated[tuple[int, int], typer.Option(help="Sequences and tokens; 0 for torchtitan's.")] = (0, 0),
+    layouts: Annotated[str, typer.Option(help=f"Of whole models: {', '.join(LAYOUTS)}, also joined by +.")] = "fsdp",
+    layers: Annotated[int, typer.Option(help="Of the model; 0 for all.")] = 0,
+    steps: Annotated[int | None, typer.Option(help="[default: 10; of whole models 30]")] = None,
+    processes: Annotated[int, typer.Option(help="Ranks, a GPU each.", min=1)] = 2,
+    losses: Annotated[bool, typer.Option("--losses", help="Compare losses of whole models, not speeds.")] = False,
+    sizes: Annotated[tuple[int, int], typer.Option(help="Sequences of a rank, and tokens; 0 for the default.")] = (
+        0,
+        0,
+    ),
     warm: Annotated[int, typer.Option(help="Compile so many whole models at a time before.")] = 0,
     requested: Annotated[str | None, typer.Option("--serve", hidden=True)] = None,
 ) -> None:
@@ -326,19 +358,15 @@ def main(
         served, made = {"programs": (serve, Program), "whole": (serve_whole, Whole)}[kind]
         served([made(**each) for each in requests], out or Path("found.json"), device)
         return
+    given = {"layers": layers, "steps": steps, "batch": sizes[0], "length": sizes[1]}
+    chosen = {name: size for name, size in given.items() if size}
     if model:
-        options = {
-            "layers": layers,
-            "steps": steps,
-            "batch": sizes[0],
-            "length": sizes[1],
-            "compiled": device == "cuda",
-        }
-        ways = [LAYOUTS[name] for name in layouts.split(",")]
-        wholes = [Whole(model, each, **{**options, **way}) for way in ways for each in contenders.split(",")]
-        path = (out or results_folder()) / f"torchtitan-{model}.json"
-        sys.exit(not run_whole(wholes, device, warm, path))
-    pairs = pairs_of(names.split(","), flavors.split(","), dtypes.split(","), experts)
+        whole = {"processes": processes, "compiled": device == "cuda", "deterministic": losses, **chosen}
+        wholes = wholes_of(model, layouts.split(","), contenders.split(","), whole)
+        ranks = "" if processes == 2 else f"-x{processes}"
+        name = f"torchtitan-{model}{ranks}-{layouts.replace(',', '-')}{'-losses' if losses else ''}.json"
+        sys.exit(not run_whole(wholes, device, warm, (out or results_folder()) / name))
+    pairs = pairs_of(names.split(","), flavors.split(","), dtypes.split(","), experts, processes, **chosen)
     if experts and not shards_experts():
         print(
             f"torch {torch.__version__} cannot shard experts as torchtitan does: expert parallelism is left out",
@@ -348,13 +376,15 @@ def main(
     rows = []
     for way, first, other in pairs:
         verdict = judge(found[first], found[other], LIMITS[way])
-        rows.append({"compared": way, "recipe": first.recipe, "flavor": first.flavor, "dtype": first.dtype, **verdict})
-        named = f"{way:<7}{first.flavor:<16}{first.dtype:<10}{first.recipe:<24}{verdict['converted']:>3} layers"
-        print("ok " if verdict["ok"] else "BAD", named, f"{verdict['difference']:.2e}", flush=True)
+        shown = {name: getattr(first, name) for name in ("recipe", "flavor", "dtype", "processes", "tp", "ep")}
+        rows.append({"compared": way, **shown, **verdict})
+        named = f"{way:<10}{first.tp:<3}{first.flavor:<16}{first.dtype:<10}{first.recipe:<24}"
+        end = f"{verdict['converted']:>3} layers {verdict['difference']:.2e}"
+        print("ok " if verdict["ok"] else "BAD", named, end, flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         limits = {way: LIMITS[way] for way in {row["compared"] for row in rows} - {"noise"}}
-        write_results(out / "torchtitan.json", {"limits": limits, "steps": STEPS, "rows": rows})
+        write_results(out / "torchtitan.json", {"limits": limits, "steps": steps or Program.steps, "rows": rows})
     sys.exit(not all(row["ok"] for row in rows))
 
 

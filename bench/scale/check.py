@@ -1,5 +1,6 @@
 """Predicted over measured: blocks on one GPU, steps and bytes on two and four, published speeds."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,9 @@ from bench.scale.traffic import FSDP, TP
 BAND = (0.9, 1.1)
 TP_FOLDER, EXPERTS_FILE = "8b-slice-tp2-dp1", "experts-over-ranks-deepseek-v3"
 # Where the model is known to miss, by the name of the comparison, with the reason.
-# Tokens of torchtitan's one sequence, and names of its layouts.
-WHOLE_TOKENS = 8192
-LAYOUTS = {"fsdp": "FSDP2", "full": "FSDP2 with full checkpointing", "tp": "TP = 2"}
+# torchtitan's models here, and its sequences of a rank and their tokens.
+WHOLE = {"8b": ("llama3-8b", 1, 8192), "30b-a3b": ("qwen3-30b-a3b", 2, 4096)}
+LAYERS_MODEL = "qwen3-30b-a3b"
 WARM = "its GEMMs are faster in the step than in their own benchmark, which empties L2 first"
 OUTSIDE = {
     "kernels of hidden 2048 layers, tensorwise": WARM,
@@ -116,17 +117,48 @@ def expert_parallel() -> Iterator[Compared]:
             yield Compared(f"experts, EP = 2, {row['contestant']}", seconds, row["seconds"], EXPERTS_FILE)
 
 
+def _whole_layout(row: dict[str, Any]) -> tuple[str, Layout]:
+    """The name of a row's layout, with the number of GPUs where they are more than two, and the layout."""
+    ranks, tp, ep = row["processes"], row["tp"], row["ep"]
+    gather = row["contender"] != BASELINE and row["gather"] and ranks > tp
+    names = [f"TP = {tp}"] * (tp > 1) + ["FSDP2"] * (ranks > tp) + [f"EP = {ep}"] * (ep > 1)
+    name = " x ".join(names) + (" with full checkpointing" if row["checkpointing"] == "full" else "")
+    wide = "" if row["gather"] or row["contender"] == BASELINE else ", bf16 gather"
+    return f"{name}{wide}{f', {ranks} GPUs' if ranks > 2 else ''}", Layout(ranks, tp, ep, gather=gather)
+
+
 def whole_models() -> Iterator[Compared]:
-    """Llama-3-8B by torchtitan's Trainer on two GPUs; the predictions are older than the runs."""
-    for way in ("fsdp", "full", "tp"):
-        file = f"torchtitan-8b-{way}.json"
-        for row in json.loads((compute.MEASURED / file).read_text())["rows"]:
-            if (recipe := row["contender"]) in RECIPES:
-                layout = Layout(2, tp=row["tp"], gather=row["tp"] == 1 and recipe != BASELINE)
-                found = predict("llama3-8b", recipe, layout, 1, WHOLE_TOKENS, Network(), row["checkpointing"])
-                what = f"torchtitan's 8b, {LAYOUTS[way]}, {recipe}"
-                measured = WHOLE_TOKENS / row["tokens_per_second"] / row["tp"]
-                yield Compared(what, found["seconds"], measured, file)
+    """Whole models by torchtitan's Trainer; the predictions are older than the runs."""
+    for path in sorted(compute.MEASURED.glob("torchtitan-*-*.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            recipe, of = row.get("contender"), WHOLE.get(row.get("model", ""))
+            if recipe not in RECIPES or of is None or row["layers"] or row.get("deterministic"):
+                continue
+            name, layout = _whole_layout(row)
+            if layout.tp > 1 and MODELS[of[0]].experts:
+                continue
+            batch, tokens = row["batch"] or of[1], row["length"] or of[2]
+            found = predict(of[0], recipe, layout, batch, tokens, Network(), row["checkpointing"])
+            sequences = f" of {batch} sequences" if row["batch"] else ""
+            what = f"torchtitan's {row['model']}, {name}{sequences}, {recipe}"
+            yield Compared(what, found["seconds"], batch * tokens / row["tokens_per_second"] / row["tp"], path.name)
+
+
+def expert_layers() -> Iterator[Compared]:
+    """Compiled layers of a mixture, whose rows travel in 8 bits where weights do."""
+    for path in sorted(compute.MEASURED.glob(f"experts-over-ranks-{LAYERS_MODEL}-*-layers*.json")):
+        settings, ranks = (found := json.loads(path.read_text()))["settings"], found["ranks"]
+        layout = Layout(ranks, ep=settings.get("ep") or ranks, gather=settings.get("gather", False))
+        for row in found["rows"]:
+            recipe, _, sent = row["contender"].partition(" from values, sends ")
+            if recipe not in RECIPES or settings["tp"] > 1 or not settings["compile"] or row["seconds"] is None:
+                continue
+            if recipe == BASELINE or layout.gather == (sent == "codes"):
+                way = dataclasses.replace(layout, gather=layout.gather and recipe != BASELINE)
+                sizes = settings["batch_size"], settings["seq_len"]
+                seconds = predict(LAYERS_MODEL, recipe, way, *sizes, Network(), layers=settings["layers"])["seconds"]
+                what = f"{settings['layers']} layers of {LAYERS_MODEL} on {ranks}, EP = {way.ep}, {row['contender']}"
+                yield Compared(what, seconds, row["seconds"], path.name)
 
 
 def _root_bytes(name: str, head: int) -> int:
@@ -177,5 +209,5 @@ def published() -> list[dict[str, Any]]:
 
 def all_compared() -> list[Compared]:
     """Every comparison with what this repository measured on GPUs."""
-    kinds = (kernels, steps, tensor_parallel, expert_parallel, whole_models, gathered, scattered)
+    kinds = (kernels, steps, tensor_parallel, expert_parallel, whole_models, expert_layers, gathered, scattered)
     return [each for of in kinds for each in of()]

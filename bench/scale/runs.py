@@ -1,6 +1,7 @@
 """The predictions that are kept as data: how steps scale, and eight GPUs to be compared with a measurement."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ GPUS = tuple(8 << n for n in range(9))
 # Sequences of a data-parallel rank, tokens of a sequence, and what backward computes again.
 SMALL, FEW, LONG, LARGE = (1, 8192, "none"), (1, 2048, "none"), (1, 8192, "full"), (4, 8192, "full")
 MIXTURE = (4, 4096, "none")
+# Layers of the mixture that a machine trains without computing again.
+SOME = 24
 
 
 class Run(NamedTuple):
@@ -27,13 +30,15 @@ class Run(NamedTuple):
     sequence: int
     recompute: str
     nvlink: float | None = None
+    layers: int = 0
 
     def row(self, network: Network) -> dict[str, Any]:
         """The predicted row, over the links of ``network`` but for ``nvlink``."""
-        name, recipe, layout, batch, sequence, recompute, nvlink = self[1:]
+        name, recipe, layout, batch, sequence, recompute, nvlink, layers = self[1:]
         if nvlink is not None:
             network = dataclasses.replace(network, nvlink=nvlink)
-        return {"series": self.series, **predict(name, recipe, layout, batch, sequence, network, recompute)}
+        found = predict(name, recipe, layout, batch, sequence, network, recompute, layers)
+        return {"series": self.series, **found}
 
 
 def _shared(gpus: int, codes: bool) -> Layout:
@@ -84,7 +89,7 @@ def scaling() -> Iterator[Run]:
 
 
 def eight() -> Iterator[Run]:
-    """Eight GPUs: the settings of published tables, and experts over four ranks."""
+    """Eight GPUs: settings of published tables and of torchtitan, and experts over four ranks."""
     for recipe in (BF16, *RECIPES):
         for gather in sorted({False, recipe != BF16}):
             yield Run("FSDP2", "llama3-8b", recipe, Layout(8, gather=gather), 1, 8192, "selective")
@@ -95,6 +100,15 @@ def eight() -> Iterator[Run]:
         for recipe in (BF16, "rowwise", "blockwise"):
             layout = Layout(8, ep=4, gather=recipe != BF16)
             yield Run(f"FSDP2 x EP = 4{of}", "qwen3-30b-a3b", recipe, layout, *MIXTURE, nvlink)
+        # The default sizes of torchtitan, and of bench.distributed.experts.
+        for tp, recipe in itertools.product((2, 8), (BF16, *RECIPES)):
+            layout = Layout(8, tp=tp, gather=tp < 8 and recipe != BF16)
+            series = f"TP = {tp}{' x FSDP2' * (tp < 8)}, one sequence{of}"
+            yield Run(series, "llama3-8b", recipe, layout, 1, 8192, "selective", nvlink)
+        for recipe in (BF16, "rowwise", "blockwise"):
+            layout = Layout(8, ep=4, gather=recipe != BF16)
+            series = f"FSDP2 x EP = 4, {SOME} layers{of}"
+            yield Run(series, "qwen3-30b-a3b", recipe, layout, 2, 4096, "none", nvlink, SOME)
 
 
 RUNS: Mapping[str, Callable[[], Iterator[Run]]] = {"scaling": scaling, "eight": eight}

@@ -254,8 +254,9 @@ def _local_parameters(model: Transformer, layout: Layout) -> float:
 
 
 def predict(
-    name: str, recipe: str, layout: Layout, batch: int, sequence: int, network: Network, recompute: str = "none"
-) -> dict[str, Any]:
+    name: str, recipe: str, layout: Layout, batch: int, sequence: int, network: Network, recompute: str = "none",
+    layers: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     """Predict a training step.
 
     Args:
@@ -265,6 +266,7 @@ def predict(
         batch, sequence: sequences of a data-parallel rank, and tokens of a sequence.
         network: links of the cluster.
         recompute: ``none``, ``selective`` (every second GEMM) or ``full``.
+        layers: of the model's layers so many; 0 for all.
 
     Returns:
         Seconds of the step and of its parts, tokens a second and GPU, and the collectives that it waits for longest.
@@ -277,6 +279,7 @@ def predict(
     for what, value in (("batch", batch), ("sequence", sequence)):
         require_int(what, value, 1)
     model, tokens = MODELS[name], batch * sequence
+    model = model._replace(layers=layers or model.layers)
     layout.check(model, recipe, network)
     block = _block(model, tokens, recipe, layout, sequence, network, recompute)
     of_gathers = block.gathers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.distributed.bars import mean_losses
 from bench.tables import table
 from docs.measured.results import data
 
@@ -42,5 +43,45 @@ def whole_models() -> str:
     return table(columns, lines)
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"whole models": whole_models}
+def _titan_rows(file: str) -> list[tuple[str, str, list[float], bool]]:
+    names = {"tp": "TP = {}", "ep": "EP = {}"}
+    found = []
+    for row in data(f"../cpu/eight/torchtitan-{file}-losses.json")["rows"]:
+        degrees = " x ".join(name.format(row[key]) for key, name in names.items() if row[key] > 1)
+        # Tensor parallelism over all ranks leaves FSDP2 none.
+        layout = f"torchtitan, {degrees or 'FSDP2'}, {row['processes']} ranks"
+        sent = "" if row["payload"] == "float8" or row["contender"] == "bf16" else ", sends high precision"
+        found.append((layout, row["contender"] + sent, row["losses"], row["gather"]))
+    return found
+
+
+def _layer_rows(ending: str, layout: str) -> list[tuple[str, str, list[float], bool]]:
+    rows = data(f"../cpu/eight/experts-over-ranks-tiny-1-layers-{ending}.json")["rows"]
+    return [(layout, row["contender"], mean_losses(row), ending.endswith("gather")) for row in rows]
+
+
+def eight_ranks() -> str:
+    """Losses on ranks of gloo in the layouts of eight GPUs, and whether the 8-bit gather leaves them."""
+    spread = "mixture of transformers, EP = 4, 8 ranks"
+    rows = [
+        *(row for file in ("debug-x8-fsdp-wide", "debug-x8-tp-tp8-tp+wide") for row in _titan_rows(file)),
+        *_layer_rows("ep4", spread), *_layer_rows("ep4-gather", spread),
+        *_layer_rows("ep4-tp2", "mixture of transformers, TP = 2 x EP = 4, 8 ranks"),
+        *_titan_rows("debug-moe-x4-ep4-ep4+exact-tp+ep4-tp+ep4+exact"),
+    ]  # fmt: skip
+    runs: dict[tuple[str, str], dict[bool, list[float]]] = {}
+    for layout, contender, losses, gather in rows:
+        runs.setdefault((layout, contender), {})[gather] = losses
+    lines = []
+    for (layout, contender), by_gather in runs.items():
+        losses = next(iter(by_gather.values()))
+        same = "the same" if len({tuple(each) for each in by_gather.values()}) == 1 else "others"
+        bits = same if contender != "bf16" and len(by_gather) > 1 else ""
+        lines.append((layout, contender, str(len(losses)), f"{losses[0]:.4f}", f"{losses[-1]:.4f}", bits))
+    return table(
+        ("layout", "contender", "steps", "first loss", "last", "bits of losses without the 8-bit gather"), lines
+    )
+
+
+TABLES: Mapping[str, Callable[[], str]] = {"whole models": whole_models, "eight ranks": eight_ranks}
 """The function that makes each table, by the name of its block."""

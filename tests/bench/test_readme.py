@@ -3,6 +3,8 @@
 import importlib
 import re
 import shlex
+import shutil
+import subprocess
 
 import pytest
 import typer
@@ -14,9 +16,9 @@ README = RESULTS.parent / "README.md"
 COMMANDS = re.findall(r"`((?:python|torchrun) [^`]+)`", README.read_text())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page_can_be_called(command):
-    _, name, *arguments = shlex.split(command.partition(" -m ")[2] and f"-m {command.partition(' -m ')[2]}")
+def call(command):
+    """Have the options of a command read, and nothing run."""
+    name, *arguments = shlex.split(command.rpartition(" -m ")[2])
     module = importlib.import_module(f"{name}.run" if name in PROGRAMS else name)
     app = getattr(module, "app", None)
     if app is None:
@@ -27,6 +29,22 @@ def test_a_command_of_the_page_can_be_called(command):
     if hasattr(found, "resolve_command"):
         _, inner, rest = found.resolve_command(context, arguments)
         inner.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_can_be_called(command):
+    call(command)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_commands_of_eight_gpus_can_be_called():
+    made = subprocess.run(
+        ["make", "-n", "eight", "PYTHON=python"], cwd=RESULTS.parents[1], capture_output=True, text=True, check=True
+    )
+    commands = [command for command in made.stdout.splitlines() if " pytest " not in command]
+    assert len(commands) == 9
+    for command in commands:
+        call(command)
 
 
 def test_the_page_is_short_and_has_a_command_a_question():

@@ -161,6 +161,59 @@ def test_compiled_layers_keep_the_losses(two_ranks, tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.fixture(scope="module")
+def spread(ranks, two_ranks, tmp_path_factory):
+    """A function that gives rows by name, of one layer that is spread over ranks in some way."""
+
+    def run(world=4, contestants=(("bf16", "high_precision"), *NAMES), **layout):
+        folder = tmp_path_factory.mktemp("spread")
+        options = {"folder": str(folder), "contestants": contestants, "steps": 5, **layout}
+        processes = two_ranks if world == WORLD else ranks
+        found, failed = processes.run(world, expert_layer_cases.rows_of, timeout=100, **options)[0]
+        assert failed == []
+        return {row["contender"]: row for row in found}
+
+    return run
+
+
+ROWWISE = [("bf16", "high_precision"), *(key for key in NAMES if key[0] == "rowwise")]
+
+
+@pytest.mark.one_in(2)
+def test_experts_over_some_of_the_ranks_and_fsdp_over_the_others(spread):
+    """Where experts are changes no first loss, and neither does the gather of their parts in 8 bits change any."""
+    whole, part, gathered = (spread(contestants=ROWWISE, **each) for each in ({}, {"ep": 2}, {"ep": 2, "gather": True}))
+    for name, row in part.items():
+        assert [losses[0] for losses in row["losses"]] == [losses[0] for losses in whole[name]["losses"]]
+        assert row["losses"] != whole[name]["losses"]
+        assert gathered[name]["losses"] == row["losses"]
+        # Two ranks have the same experts: FSDP2 gathers halves of them.
+        assert row["bytes"]["all_gather"] > whole[name]["bytes"]["all_gather"]
+        ratio = gathered[name]["bytes"]["all_gather"] / row["bytes"]["all_gather"]
+        assert ratio == 1 if name == "bf16" else 0.5 < ratio < 0.65
+
+
+@pytest.mark.one_in(2)
+def test_tensor_parallelism_beside_experts_over_all_ranks(spread):
+    """No NaN, and the losses of two ranks that have the same tokens without tensor parallelism."""
+    spread_over, alone = spread(tp=2, ep=4), spread(WORLD)
+    for name, row in spread_over.items():
+        assert row["losses"][0] == row["losses"][1]
+        assert row["losses"][2] == row["losses"][3]
+        for mine, expected in zip(row["losses"][::2], alone[name]["losses"], strict=True):
+            assert mine[0] == pytest.approx(expected[0], rel=1e-3)
+            assert mine == pytest.approx(expected, rel=5e-3)
+    for recipe in ("rowwise", "blockwise"):
+        exact, sent = (spread_over[NAMES[recipe, payload, "codes"]] for payload in ("high_precision", "float8"))
+        assert exact["losses"] == sent["losses"]
+
+
+@pytest.mark.parametrize("layout", [{"ep": 3}, {"tp": 2, "ep": 1}])
+def test_experts_that_do_not_fit_the_ranks_are_refused(layout):
+    with pytest.raises(ValueError, match="ep must divide the 4 ranks, and be a multiple of tp"):
+        expert_layer_cases.settings_of(4, **layout)
+
+
 def row_of(**changes):
     return {"contender": "rowwise", "losses": [[5.0, 4.5]] * 2, "unchanged": [[], []], **changes}
 

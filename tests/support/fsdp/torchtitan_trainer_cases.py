@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torchtitan_cases import _converters, _policy, _use_cpus, _whole, config_of, spec_of
 
-from bench.distributed.titan_trainer import text_of, without_a_device
+from bench.distributed.titan.config import text_of, without_a_device
 
 
 def _config(folder, gather, chunked, recipe, resume_at):

@@ -8,33 +8,14 @@ import torch.distributed as dist
 from stored_models import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import tritonfp8
+from bench.distributed.models import TORCH_STYLES, mixture_plan, sum_parts
 from tritonfp8.distributed import shard_experts
 
 LENGTH, STEPS, TP = 8, 3, 2
-# They read only the tokens, or the heads, of their rank.
-OF_PARTS = ("layernorm", "q_norm", "k_norm", "mlp.gate")
-
-
-def plan(layers):
-    """torch's styles: attention over heads, and every other layer over the tokens of a sequence."""
-    gathered = PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": Shard(1)},
-        desired_input_kwarg_layouts={"hidden_states": Replicate()},
-        use_local_output=True,
-    )
-    styles = {
-        name: PrepareModuleInput(input_layouts=(came,), desired_input_layouts=(wanted,), use_local_output=True)
-        for name, came, wanted in (("model.layers.0", Replicate(), Shard(1)), ("model.norm", Shard(1), Replicate()))
-    }
-    for i in range(layers):
-        attention = f"model.layers.{i}.self_attn"
-        styles |= {f"{attention}.{name}_proj": ColwiseParallel() for name in "qkv"}
-        styles |= {attention: gathered, f"{attention}.o_proj": RowwiseParallel(output_layouts=Shard(1))}
-    return styles
 
 
 def _train(model, batches, reduce=lambda: None):
@@ -71,14 +52,13 @@ def against_one_process(mesh, recipe, average):
     ]
     expected, expected_grads = _train(single, batches)
 
-    parallelize_module(model, tp, plan(len(model.model.layers)))
+    parallelize_module(model, tp, mixture_plan(len(model.model.layers), TORCH_STYLES))
     shard_experts(model, mesh, "high_precision", average_gradients=average)
 
     def reduce():
+        sum_parts(model, tp)
         for name, parameter in model.named_parameters():
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            if any(part in name for part in OF_PARTS):
-                dist.all_reduce(grad, group=tp.get_group())
             if "experts" not in name:
                 dist.all_reduce(grad, group=dp.get_group())
                 grad /= dp.size()

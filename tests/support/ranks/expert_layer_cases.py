@@ -16,9 +16,11 @@ from bench.distributed.ranks import Ranks
 from tritonfp8 import Float8Linear
 
 
-def settings_of(size, **settings):
-    fixed = {"batch_size": 2, "seq_len": 24, "dp": size, "peers": False, "data": __file__, "find_unchanged": True}
-    return LayerSettings("tiny", **{"recipes": ("rowwise",), "steps": 3, **fixed, **settings})
+def settings_of(size, tp=1, **settings):
+    fixed = {"batch_size": 2, "seq_len": 24, "peers": False, "data": __file__, "find_unchanged": True}
+    return LayerSettings(
+        "tiny", **{"recipes": ("rowwise",), "steps": 3, "dp": size // tp, "tp": tp, **fixed, **settings}
+    )
 
 
 def rows_of(mesh, folder, contestants, **settings):
@@ -31,7 +33,7 @@ def rows_of(mesh, folder, contestants, **settings):
 
 def model_of(mesh, contestant):
     model = settings_of(mesh.size()).maker(torch.device("cpu"))()
-    experts.split(model, Contestant(*contestant))
+    experts.split(model, Contestant(*contestant), mesh.size())
     return model
 
 

@@ -1,0 +1,1 @@
+"""Whole models trained by torchtitan's Trainer."""
