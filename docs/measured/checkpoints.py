@@ -9,7 +9,8 @@ from typing import Any
 from bench.tables import table
 from docs.measured.results import data
 
-STORED, RECIPE = "decode-mxfp4.json", "mxfp4_weights"
+STORED = {"": "decode-mxfp4.json", " experts of Qwen3-30B-A3B": "decode-mxfp4-qwen3-moe.json"}
+RECIPE, GEMMS = "mxfp4_weights", "packed.json"
 
 
 def costs() -> str:
@@ -24,13 +25,14 @@ def costs() -> str:
     def seconds(name: str) -> dict[str, float]:
         return {row["what"]: row["seconds"] for row in data(name)["rows"]}
 
-    decoded = {(row["recipe"], row["tokens"]): row for row in data(STORED)["rows"]}
-    line("bytes of weights stored as MXFP4, over bf16", None, 0.27, decoded[RECIPE, 1]["bytes_of_bf16"])
-    for tokens in (1, 16):
-        mine = decoded[RECIPE, tokens]
-        line(f"decode on MXFP4, {tokens} tokens: speed over bf16", 2.2, None, mine["speed_over_bf16"])
-        value = decoded["rowwise", tokens]["seconds"] / mine["seconds"]
-        line(f"decode on MXFP4, {tokens} tokens: speed over e4m3 codes", 1.4, None, value)
+    for of, name in STORED.items():
+        decoded = {(row["recipe"], row["tokens"]): row for row in data(name)["rows"]}
+        if not of:
+            line("bytes of weights stored as MXFP4, over bf16", None, 0.27, decoded[RECIPE, 1]["bytes_of_bf16"])
+        for tokens in (1, 16):
+            mine, what = decoded[RECIPE, tokens], f"decode on MXFP4{of}, tokens: {tokens}; speed"
+            line(f"{what} over bf16", 2.2, None, mine["speed_over_bf16"])
+            line(f"{what} over e4m3 codes", 1.4, None, decoded["rowwise", tokens]["seconds"] / mine["seconds"])
     step, load = seconds("checkpoints-step.json"), seconds("checkpoints-load.json")
     line(
         "step of layers of Llama 8B in `mxfp4_weights`: time over `blockwise`",
@@ -55,5 +57,20 @@ def costs() -> str:
     return table(("what", "bar", "measured", "holds"), lines)
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"checkpoint costs": costs}
+def gemms() -> str:
+    """GEMMs on codes, over the same on e4m3 codes that are expanded already, and over bf16."""
+    lines = [
+        (
+            f"{row['experts']} experts with tokens" if row["kind"] == "grouped" else "dense",
+            f"{row['n']} x {row['k']}", f"{row['tokens']:,}", f"{1e6 * row['mxfp4_seconds']:.1f}",
+            f"{row['speed_over_e4m3']:.2f}", f"{row['speed_over_bf16']:.2f}",
+            f"{row['speed_over_expanded first']:.2f}" if row["kind"] == "grouped" else "",
+        )
+        for row in data(GEMMS)["rows"]
+    ]  # fmt: skip
+    columns = ("weights", "N x K", "tokens of each", "us", "over e4m3", "over bf16", "over expanding first")
+    return table(columns, lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {"checkpoint costs": costs, "gemms on packed codes": gemms}
 """The function that makes each table, by the name of its block."""
