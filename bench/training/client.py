@@ -361,7 +361,13 @@ def main(
     for row in rows:
         table.add_row(*_line(row, bases))
     Console(width=120).print(table)
-    sys.exit(any(row.get("stuck") for row in rows))
+    sys.exit(any(_held(row) for row in rows))
+
+
+def _held(row: dict[str, Any]) -> list[str]:
+    """The stuck parameters of a run but norms in bfloat16: at 1 a step of 1e-4 is below half of its last digit."""
+    rounds = row["dtype"] == "bfloat16" and STORED not in row["contender"]
+    return [name for name in row.get("stuck") or [] if not (rounds and "norm" in name)]
 
 
 if __name__ == "__main__":

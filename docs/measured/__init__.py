@@ -3,6 +3,7 @@
 from docs.measured import (
     advice,
     checkpoints,
+    client,
     decision,
     limits,
     results,
@@ -17,7 +18,7 @@ TABLES = {
     **decision.TABLES,
     **{
         f"results {name}": make
-        for of in (advice, checkpoints, results, limits, rollout, scaling, torchtitan, training, transposes)
+        for of in (advice, checkpoints, client, results, limits, rollout, scaling, torchtitan, training, transposes)
         for name, make in of.TABLES.items()
     },
 }

@@ -49,6 +49,13 @@ def test_a_model_that_does_not_fit_at_all_is_refused(monkeypatch):
         client.largest(client.replace(RUN, gib=1.0))
 
 
+def test_norms_in_bfloat16_may_round_their_steps_away():
+    row = {"dtype": "bfloat16", "contender": "rowwise", "stuck": ["layers.0.norm.weight", "layers.0.up.weight"]}
+    assert client._held(row) == ["layers.0.up.weight"]
+    assert client._held(row | {"contender": "rowwise stored"}) == row["stuck"]
+    assert client._held(row | {"dtype": "float32"}) == row["stuck"]
+
+
 def test_a_run_that_fails_is_not_out_of_memory():
     with pytest.raises(RuntimeError, match=r"exit status 1(.|\n)*KeyError: 'nonsense'"):
         client.in_process(client.replace(RUN, model="nonsense"))
