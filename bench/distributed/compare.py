@@ -293,7 +293,7 @@ def compare(
     Args:
         settings, ranks, device: of this run; all ranks of it, and the device of this one.
         note: called with the result so far after each contestant.
-        contestants: other ones than those of ``settings``.
+        contestants: instead of the contestants of ``settings``.
 
     Returns:
         A description of the order in which contestants ran, and a row for each (:func:`row`).

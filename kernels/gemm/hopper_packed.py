@@ -310,7 +310,7 @@ def hopper_packed_matmul_kernel(
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
     PROMOTE: gl.constexpr, SPLIT: gl.constexpr, ALIGNED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """``out.T [N, M] = epilogue(a [M, K] @ b [N, K].T).T``, of which ``a`` is packed.
+    """``out.T [N, M] = epilogue(a [M, K] @ b [N, K].T).T``, where ``a`` is packed.
 
     Args that ``hopper_matmul_kernel`` has are as there, with SWAP. ``a_desc`` has codes, uint8 ``[M, K / 2]``.
     ``exponents`` is uint8 ``[M, K / 32]`` contiguous, biased by 127, ALIGNED if K is a multiple of 128; otherwise K is

@@ -66,7 +66,7 @@ def _multiply(
         b_scale = read_columns(problem.b_scale, token, item.end, problem.stride_bn, WIDTH)
         acc, _, stage = sum_steps(ring, problem, packed, item.tile, item.end_row, stage, 0, SCHEDULE, ALIGNED)
         # One scale after the other: their product may over- or underflow float32 even if the result does not. The last
-        # product and the bias become one instruction, so the order is that of the GEMM on expanded codes.
+        # product and the bias become one instruction, so the order is as in the GEMM on expanded codes.
         acc *= gl.convert_layout(b_scale, gl.SliceLayout(0, LAYOUT))[None, :]
         acc *= gl.convert_layout(a_scale, gl.SliceLayout(1, LAYOUT))[:, None]
         if HAS_BIAS:
