@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ WAYS = dict(zip(("torch", "dtensors", "float8"), TP_WAYS, strict=True))
 OTHER_ORDER = "another order of sums"
 REORDERED = f"{ALONE}, {OTHER_ORDER}"
 ORDER_SEED = 0
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 REDUCTIONS = ("reduced in float32", "reduced in bfloat16", "reduced in 8 bits")
 STORED = "stored in 8 bits"
 TORCHAO_GATHER, TORCHAO_ROWWISE = f"torchao tensorwise, {GATHER}", "torchao rowwise"
@@ -289,7 +290,7 @@ def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bo
         plan = mixture_plan if contestant.experts else llama_plan
         parallelize_module(model, meshes.tp, plan(len(model.model.layers), contestant.styles, contestant.dtensors))
     mesh = meshes.alone if contestant.alone else meshes.dp
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=contestant.reduce_dtype)
+    policy = replace(POLICY, reduce_dtype=contestant.reduce_dtype)
     for name, layer in list(model.model.layers.named_children()):
         if compile:
             # With None, sizes that change are symbols from their second value on.
