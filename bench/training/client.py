@@ -4,7 +4,8 @@
     python -m bench.training.client --largest 80 --out bench/results/nvidia-h200
 
 Each run is a process. ``full`` trains all weights: ``bf16`` and ``torchao`` with torch's AdamW, a recipe with the same,
-and ``RECIPE stored`` with weights stored in 8 bits and 8-bit moments. ``lora`` trains adapters on a frozen base, which
+``RECIPE stored`` with weights stored in 8 bits and 8-bit moments, and ``RECIPE stored in backward`` steps each of these
+when its gradient is there. ``lora`` trains adapters on a frozen base, which
 a recipe stores in 8 bits. ``--largest`` finds the most layers that train in full in so many GiB.
 """
 
@@ -33,6 +34,7 @@ from bench.models import sums_of
 from tritonfp8.training import corpus, timers
 
 BASELINE, STORED, PEER = "bf16", " stored", "torchao "
+IN_BACKWARD = f"{STORED} in backward"
 CONTENDERS = f"bf16,{PEER}rowwise,rowwise,rowwise{STORED}"
 WARM_UP = 5
 # The shortest row of a padded batch has this share of the longest one's tokens.
@@ -56,7 +58,8 @@ class Run:
     Attributes:
         model: a name of :data:`MODELS`.
         way: ``"full"`` or ``"lora"``.
-        contender: ``"bf16"``, a recipe, a recipe and ``" stored"``, or ``"torchao "`` and a recipe of torchao.
+        contender: ``"bf16"``, a recipe, a recipe and ``" stored"`` or ``" stored in backward"``, or ``"torchao "`` and
+            a recipe of torchao.
         checkpointing: whether activations are recomputed in backward.
         padded: whether rows have different lengths; else a row is full.
         batch: rows of a step.
@@ -82,6 +85,11 @@ class Run:
     gib: float = 0.0
     compiled: bool = True
     device: str = "cuda"
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether weights are stored in 8 bits."""
+        return STORED in self.contender
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -122,8 +130,8 @@ def model_of(run: Run) -> nn.Module:
     config = {**MODELS[run.model], "use_cache": False, "max_position_embeddings": max(run.length, 2048)}
     if run.layers:
         config["num_hidden_layers"] = run.layers
-    stored, lora = run.contender.endswith(STORED), run.way == "lora"
-    recipe = run.contender.removesuffix(STORED)
+    stored, lora = run.is_stored, run.way == "lora"
+    recipe = run.contender.partition(STORED)[0]
     torch.manual_seed(0)
     # Weights that train as codes count as float32.
     torch.set_default_dtype(torch.float32 if stored and not lora else getattr(torch, run.dtype))
@@ -169,6 +177,8 @@ def trainer_of(run: Run, model: nn.Module, folder: str, clock: Any) -> Any:
         torch_compile=run.compiled,
         logging_steps=1,
         save_strategy="no",
+        # A norm of all gradients needs all of them at one time.
+        max_grad_norm=0.0 if run.contender.endswith(IN_BACKWARD) else 1.0,
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
@@ -176,9 +186,12 @@ def trainer_of(run: Run, model: nn.Module, folder: str, clock: Any) -> Any:
         seed=0,
     )
     optimizers: tuple[Any, Any] = (None, None)
-    if run.contender.endswith(STORED) and run.way == "full":
+    if run.is_stored and run.way == "full":
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizers = (tritonfp8.optim.AdamW(trained, lr=1e-4, moments="fp8"), None)
+        optimizer = tritonfp8.optim.AdamW(trained, lr=1e-4, moments="fp8")
+        optimizers = (optimizer, None)
+        if run.contender.endswith(IN_BACKWARD):
+            step_in_backward(trained, optimizer)
     return Trainer(
         model=model,
         args=args,
@@ -187,6 +200,17 @@ def trainer_of(run: Run, model: nn.Module, folder: str, clock: Any) -> Any:
         callbacks=[clock],
         optimizers=optimizers,
     )
+
+
+def step_in_backward(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Step each parameter when its gradient is there, and free the gradient."""
+
+    def step(parameter: Tensor) -> None:
+        optimizer.step()
+        parameter.grad = None
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(step)
 
 
 def _clock(device: torch.device) -> Any:
@@ -346,7 +370,8 @@ def main(
         first = Run(
             model, "full", BASELINE, batch=1, length=length, steps=3, gib=largest_gib, device=device, compiled=compiled
         )
-        for run in (replace(first, dtype="float32"), first, replace(first, contender=f"rowwise{STORED}")):
+        ours = (replace(first, contender=f"rowwise{each}") for each in (STORED, IN_BACKWARD))
+        for run in (replace(first, dtype="float32"), first, *ours):
             rows.append(largest(run))
             write_results(path, {"rows": rows})
     else:

@@ -31,7 +31,7 @@ def largest_models() -> str:
     rows = data("client-largest.json")["rows"]
     lines = [
         (
-            row["contender"], "float32" if row["contender"].endswith("stored") else row["dtype"], str(row["layers"]),
+            row["contender"], "float32" if "stored" in row["contender"] else row["dtype"], str(row["layers"]),
             f"{row['parameters'] / 1e9:.2f}", f"{row['parameters'] / rows[0]['parameters']:.2f}",
             f"{row['peak_gib']:.1f}",
         )

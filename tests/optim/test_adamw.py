@@ -68,6 +68,25 @@ def test_ten_and_ten_steps_are_twenty(name, moments):
     assert_bitwise_equal(codes(again), codes(once))
 
 
+@pytest.mark.parametrize("moments", ["fp32", "fp8"])
+def test_a_step_in_backward_has_the_same_bits_and_leaves_no_gradient(moments):
+    """Each parameter steps when its gradient is there, by one optimizer, which skips those without."""
+    expected, model = stored_model("rowwise"), stored_model("rowwise")
+    train(expected, AdamW(expected.parameters(), lr=1e-2, moments=moments), 5)
+    optimizer, held = AdamW(model.parameters(), lr=1e-2, moments=moments), []
+
+    def step(parameter):
+        held.append(sum(p.grad is not None for p in model.parameters()))
+        optimizer.step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    train(model, optimizer, 5)
+    assert_bitwise_equal([*values(model).values()], [*values(expected).values()])
+    assert held == [1] * (5 * len(list(model.parameters())))
+
+
 def test_rounding_to_nearest_stalls():
     moved = {}
     for rounding in ("stochastic", "nearest"):

@@ -9,7 +9,14 @@ pytestmark = pytest.mark.one_in(3)
 
 
 @pytest.mark.parametrize(
-    ("way", "contender"), [("full", "bf16"), ("full", "rowwise"), ("full", "rowwise stored"), ("lora", "rowwise")]
+    ("way", "contender"),
+    [
+        ("full", "bf16"),
+        ("full", "rowwise"),
+        ("full", "rowwise stored"),
+        ("full", "rowwise stored in backward"),
+        ("lora", "rowwise"),
+    ],
 )
 def test_every_trainable_weight_changes(way, contender):
     row = client.train(client.replace(RUN, way=way, contender=contender, padded=True))
