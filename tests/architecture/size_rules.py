@@ -69,7 +69,7 @@ ROOM_LINES = {
     "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
     "distributed": 6470,  # codes sent once; weights rounded before; gradients in 8 bits, in one order, and their norm
-    "workflow": 3525,  # sampled steps in figures, for loggers; recipes to a file; MXFP4; self-tests of gradients
+    "workflow": 3530,  # sampled steps in figures, for loggers; recipes to a file; MXFP4; self-tests of gradients
     "training": 1470,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
     "warmup": 1430,
     "integrations": 1060,  # figures of sampled steps in the logs of two trainers; from_pretrained, also of AutoModel

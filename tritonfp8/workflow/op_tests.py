@@ -39,7 +39,7 @@ _INEXACT = {
     "row_logsumexp", "dots_of_rows", "operand_figures", "quantize_both_sum", "swiglu", "swiglu_backward",
     "swiglu_backward_amax",
 }  # fmt: skip
-_GEMMS = {"grouped_matmul", "scaled_grouped_matmul"}
+_GEMMS = {"grouped_matmul", "packed_grouped_matmul", "packed_matmul", "scaled_grouped_matmul"}
 
 
 class OpCall(NamedTuple):
@@ -205,6 +205,11 @@ def _of_groups() -> Iterator[OpCall]:
         if lhs is ROW:
             yield OpCall("grouped_matmul", (x, weight, offsets, _normal(3, n, seed=3)))
             yield OpCall("grouped_matmul", (grad.t(), x.t(), offsets))
+    for n, k in ((24, 96), (192, 256)):
+        q, scale = reference.quantize(_normal(3, n, k, seed=2), *MXFP4.args)
+        rows = *reference.quantize_groups(_normal(TOKENS, k), offsets, *ROW.args), *ROW.args
+        yield OpCall("packed_grouped_matmul", (*rows, q, scale, *MXFP4.args, offsets, None, torch.float32))
+        yield OpCall("packed_matmul", (*rows, q[0], scale[0], *MXFP4.args))
 
 
 def _of_matrices() -> Iterator[OpCall]:

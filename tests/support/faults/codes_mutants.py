@@ -116,8 +116,8 @@ FAULTS = (
     ),
     (
         "kernels/cast/packed.py",
-        "return (low | (high << 4)).to(tl.uint8)",
-        "return (high | (low << 4)).to(tl.uint8)",
+        "codes = tl.where(bits > INFINITY_BITS, 0, codes)\n    low, high = tl.split",
+        "codes = tl.where(bits > INFINITY_BITS, 0, codes)\n    high, low = tl.split",
         "the element with the even index has the high bits",
         _PACKED,
     ),
@@ -252,13 +252,6 @@ FAULTS = (
         "return int((rounded > 0).sum())",
         "return 0",
         "rows of MXFP4 that a scale a row rounds are not reported",
-        _STORED,
-    ),
-    (
-        "tritonfp8/layers/stored/direct.py",
-        "    if _is_packed(part):\n        _counts.is_stepping = False\n",
-        "    if False:\n        _counts.is_stepping = False\n",
-        "an optimizer begins a step of weights in MXFP4",
         _STORED,
     ),
     (
