@@ -55,10 +55,6 @@ def check_reverted(names):
     assert recipes_of(names["model"]) == set()
 
 
-def with_lm_head():
-    return nn.ModuleDict({"mlp": Mlp(), "lm_head": nn.Linear(HIDDEN, 64)})
-
-
 def check_head(names):
     assert recipes_of(names["model"]["lm_head"]) == {"rowwise_hp_grad_weight"}
     assert recipes_of(names["model"]["mlp"]) == {"rowwise"}
@@ -354,15 +350,16 @@ CASES = {
         lambda mesh: {"x": torch.randn(5, 200), "weight": torch.randn(7, 200)}, check_product, ranks=False
     ),
     "advise.md-0": Case(advised, check_advised, ranks=False),
-    "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
+    "convert.md-0": Case(lambda mesh: {"model": checks.with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
     "convert.md-2": Case(lambda mesh: {"model": Mlp()}, checks.check_recipe("rowwise_codes"), ranks=False),
     "convert.md-3": Case(lambda mesh: {"model": Mlp()}, checks.check_recipe("rowwise_dequantized"), ranks=False),
     "convert.md-4": Case(accumulation, check_all_moved, ranks=False),
     "convert.md-5": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, checks.check_stored, ranks=False),
     "convert.md-6": Case(lambda mesh: {"model": Mlp()}, checks.check_trained_in_8_bits, ranks=False),
-    "convert.md-7": Case(checks.trained_in_8_bits, checks.check_averaged, ranks=False),
-    "convert.md-8": Case(checks.even_layer, checks.check_packed, ranks=False),
+    "convert.md-7": Case(checks.with_optimizer, checks.check_steps_in_backward, ranks=False),
+    "convert.md-8": Case(checks.trained_in_8_bits, checks.check_averaged, ranks=False),
+    "convert.md-9": Case(checks.even_layer, checks.check_packed, ranks=False),
     "experts.md-0": Case(checks.mixture, checks.check_mixture, ranks=False),
     "experts.md-1": Case(checks.groups, checks.check_groups, ranks=False),
     "experts.md-2": Case(checks.stored_mixture, checks.check_stored_mixture, ranks=False),

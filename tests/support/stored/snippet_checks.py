@@ -51,6 +51,23 @@ def trained_in_8_bits(mesh):
     return {"model": model}
 
 
+def with_lm_head():
+    return nn.ModuleDict({"mlp": Mlp(), "lm_head": nn.Linear(HIDDEN, 64)})
+
+
+def with_optimizer(mesh):
+    found = trained_in_8_bits(mesh)
+    return found | {"optimizer": tritonfp8.optim.AdamW(found["model"].parameters(), lr=1e-2)}
+
+
+def check_steps_in_backward(names):
+    model = names["model"]
+    before = model[0].weight.dequantize()
+    model(torch.randn(3, 64)).square().mean().backward()
+    assert not torch.equal(model[0].weight.dequantize(), before)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def check_averaged(names):
     model, average = names["model"], names["average"].module
     assert type(average[0].weight) is nn.Parameter
