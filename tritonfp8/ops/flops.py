@@ -27,7 +27,7 @@ def scaled_matmul(a: _Shape, a_scale: _Shape, a_spec: str, b: _Shape, *others: o
 
 
 def packed_matmul(a: _Shape, a_scale: _Shape, a_spec: str, b: _Shape, *others: object, **options: object) -> int:
-    """Of ``a [M, K] @ b.T``, of which ``b [N, K / 2]`` has two codes a byte."""
+    """Of ``a [M, K] @ b.T``, where ``b [N, K / 2]`` has two codes a byte."""
     return _product(a, b)
 
 

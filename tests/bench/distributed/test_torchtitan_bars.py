@@ -122,7 +122,7 @@ def test_layouts_are_joined():
 
 
 class Layers(nn.Module):
-    """Two layers and a head, of which ``convert`` leaves the head."""
+    """Two layers, and a head that ``convert`` leaves."""
 
     def __init__(self):
         super().__init__()

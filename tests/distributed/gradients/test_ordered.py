@@ -93,7 +93,7 @@ def without_sharding(mesh, setup, steps):
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
 def test_a_model_that_is_not_sharded(ranks, recipe):
-    """Scales of a whole tensor are of one unit, and of the whole weight."""
+    """The scale of a tensor is of one unit, or of all rows of a weight."""
     setup = replace(small(recipe), enabled=False)
     alone = ranks.run(1, without_sharding, setup, 3)
     assert ranks.run(2, trained, setup, 3) == alone * 2

@@ -93,7 +93,7 @@ def _gathered(grads: Sequence[Tensor], sums: Sequence[Tensor], mesh: DeviceMesh,
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip gradients by their norm, as torch does; the bits of the norm are those of unsharded gradients.
+    """Clip gradients by their norm, as torch does; the norm has the bits of unsharded gradients.
 
     torch's own adds in an order that depends on the shards. Here each row is summed in integers, one all-gather brings
     8 bytes a row to all ranks, and rows are added in pairs.
