@@ -1,4 +1,6 @@
-"""Host time of repeated calls, in microseconds, on the stub of the CUDA driver: the time before the driver is called.
+"""Host time of calls, in microseconds, on the stub of the CUDA driver: the time before the driver is called.
+
+Calls with the same sizes, which are repeated; and calls with another number of rows each, which are planned.
 
     python tests/compile_only/host_time.py [--rounds N] [package ...]
 
@@ -21,6 +23,8 @@ import stub
 
 IN_STUB = "TRITONFP8_ON_STUB"
 CALLS = 50
+MOST_ROWS = 32768
+NEW_ROWS = range(257, MOST_ROWS)
 
 
 def cases(package):
@@ -45,7 +49,23 @@ def cases(package):
             ("quantize both", "quantize_both", (x, spec, spec)),
         ):
             found[f"{label} {name}"] = functools.partial(call[op], *args)
+        rows = torch.randn(MOST_ROWS, 512).bfloat16()
+        codes = call["quantize"](rows, spec)
+        ends = torch.full((8,), 256, dtype=torch.int32)
+        experts = torch.stack([b[0].view(torch.uint8)] * 8).view(b[0].dtype), torch.stack([b[1]] * 8)
+        for label, op, some, args in (
+            ("GEMM", "scaled_matmul", codes, plain[2:]),
+            ("quantize both", "quantize_both", (rows,), (spec, spec)),
+            ("grouped GEMM", "scaled_grouped_matmul", codes, (spec, *experts, spec_b, ends, None, torch.bfloat16)),
+        ):
+            found[f"{label} {name}, new rows"] = functools.partial(with_new_rows, call[op], some, args, iter(NEW_ROWS))
     return found
+
+
+def with_new_rows(op, some, args, numbers):
+    """Call ``op`` with the first rows of ``some``, another number of them each time."""
+    number = next(numbers)
+    return op(*(x[:number] for x in some), *args)
 
 
 def microseconds(call):

@@ -1,11 +1,15 @@
 """Launching what was compiled before; and CUDA graphs, which can hold nothing else."""
 
 import dataclasses
+import itertools
+from unittest.mock import ANY
 
 import pytest
 import torch
 from cases import normal
 from torch import nn
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import BaseBackend
 
 from tritonfp8 import convert, recipes
 from tritonfp8.compat import hardware, triton_private
@@ -61,13 +65,26 @@ def test_the_second_launch_compiles_nothing(kernel, dependent):
 
 @pytest.mark.parametrize(
     "other",
-    [{"x": torch.zeros(8, dtype=torch.bfloat16)}, {"x": torch.zeros(9)[1:]}, {"integers": (3, 6)},
-     {"constants": {"BLOCK": 128}}],
-    ids=["dtype", "alignment", "integer", "constant"],
+    [{"x": torch.zeros(8, dtype=torch.bfloat16)}, {"x": torch.zeros(9)[1:]},
+     {"integers": (3, 1)}, {"integers": (3, 16)}, {"integers": (3, 2**31 + 1)}, {"constants": {"BLOCK": 128}}],
+    ids=["dtype", "alignment", "one", "divisible", "64 bits", "constant"],
 )  # fmt: skip
 def test_what_a_kernel_is_compiled_for(kernel, other):
     run(kernel, torch.zeros(8))
     assert run(kernel, **{"x": torch.zeros(8), **other})[0] == "compiled"
+
+
+def test_another_number_of_tokens_compiles_nothing(kernel):
+    """Of integers Triton knows only whether they are 1, multiples of 16, and of 32 bits."""
+    run(kernel, torch.zeros(8))
+    assert run(kernel, torch.zeros(8), (3, 6)) == ("found", 7, (kernel.launches[-1][2][0], None, 3, 6, 64, ANY), {})
+
+
+@pytest.mark.parametrize("integers", [(1, 0, 2, 3, 15, 16, 17, 32, 4096, 4097), (2**31 - 1, 2**31, 2**31 + 1, 2**40)])
+def test_integers_of_one_kind_are_one_to_triton(integers):
+    specialized = {x: native_specialize_impl(BaseBackend, x, False, True, True) for x in integers}
+    for x, y in itertools.combinations(integers, 2):
+        assert (kernel_cache._kind(x) == kernel_cache._kind(y)) == (specialized[x] == specialized[y])
 
 
 def test_without_triton_s_private_names_every_launch_is_its_own(kernel, dependent, monkeypatch):
@@ -79,7 +96,7 @@ def test_without_triton_s_private_names_every_launch_is_its_own(kernel, dependen
     assert run(kernel, x) == first
     assert first[0] == "compiled"
     with pytest.raises(RuntimeError, match="before the capture"):
-        run(kernel, x, (3, 6))
+        run(kernel, x, (3, 16))
 
 
 def test_capture_before_the_first_launch_is_an_error(kernel, monkeypatch):
@@ -87,8 +104,8 @@ def test_capture_before_the_first_launch_is_an_error(kernel, monkeypatch):
     run(kernel, x)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert run(kernel, x)[0] == "found"
-    with pytest.raises(RuntimeError, match=r"some_kernel was not launched before.*\(3, 6\).*before the capture"):
-        run(kernel, x, (3, 6))
+    with pytest.raises(RuntimeError, match=r"some_kernel was not launched before.*\(3, 16\).*before the capture"):
+        run(kernel, x, (3, 16))
     assert len(kernel.launches) == 2
 
 

@@ -68,35 +68,46 @@ def site(monkeypatch):
     return site
 
 
-def test_the_second_call_repeats_the_plan_of_the_first(site):
+def test_the_third_call_repeats_the_plan_of_the_first(site):
+    """The second one makes what repeats it."""
     x, other = normal(4, 5), normal(4, 5, seed=1)
     first = site.call(x, 3)
-    assert (len(site.general_calls), site.repeated) == (1, [])
-    second = site.call(other, 3)
-    assert len(site.general_calls) == 1
+    site.call(x, 3)
+    assert (len(site.general_calls), site.repeated) == (2, [])
+    third = site.call(other, 3)
+    assert len(site.general_calls) == 2
     [(factor, addresses)] = site.repeated
-    assert (factor, addresses) == (3, [other.data_ptr(), None, second.data_ptr()])
-    assert (second.shape, second.dtype, second.data_ptr() != first.data_ptr()) == (x.shape, x.dtype, True)
+    assert (factor, addresses) == (3, [other.data_ptr(), None, third.data_ptr()])
+    assert (third.shape, third.dtype, third.data_ptr() != first.data_ptr()) == (x.shape, x.dtype, True)
+
+
+def test_layouts_that_come_once_are_not_prepared_for_repetition(site, monkeypatch):
+    """The number of tokens of experts over ranks is another one in each step."""
+    prepared = []
+    monkeypatch.setattr(executor, "_repeat_of", lambda *args: prepared.append(args))
+    for rows in (4, 5, 6, 4):
+        executor.planned(plan_scaled, (normal(rows, 5), None), (3,))
+    assert len(prepared) == 1
 
 
 def test_a_default_is_the_op_s_and_optional_tensors_may_come(site):
     x, y = normal(4, 5), normal(4, 5, seed=1)
-    for _ in range(2):
+    for _ in range(3):
         site.call(x)
     assert [factor for factor, _ in site.repeated] == [2]
     two = Site()
-    for _ in range(3):
+    for _ in range(4):
         two.call(x, 2, y)
-    assert len(two.general_calls) == 1
+    assert len(two.general_calls) == 2
     assert [addresses[:2] for _, addresses in site.repeated[1:]] == [[x.data_ptr(), y.data_ptr()]] * 2
 
 
 def test_an_odd_address_is_served_by_the_general_function(site):
     """The plan of the first call is for addresses that are multiples of 16."""
     odd = normal(37)[1:].view(6, 6)
-    for x in (normal(6, 6), odd, odd, normal(6, 6)):
+    for x in (normal(6, 6), normal(6, 6), odd, odd, odd, normal(6, 6)):
         site.call(x)
-    assert [x.data_ptr() % 16 > 0 for x, *_ in site.general_calls] == [False, True, True]
+    assert [x.data_ptr() % 16 > 0 for x, *_ in site.general_calls] == [False] * 2 + [True] * 3
     assert len(site.repeated) == 2
     beginning = Site()
     for x in (odd, odd, normal(6, 6)):
@@ -111,22 +122,27 @@ def test_other_configurations_are_looked_up_again(site):
     site.call(x)
     assert (len(site.general_calls), site.repeated) == (2, [])
     site.call(x)
-    assert (len(site.general_calls), len(site.repeated)) == (2, 1)
+    site.call(x)
+    assert (len(site.general_calls), len(site.repeated)) == (3, 1)
+    executor.forget()
+    for _ in range(3):
+        site.call(x)
+    assert (len(site.general_calls), len(site.repeated)) == (5, 2)
 
 
 def test_another_current_device_is_served_by_the_general_function(site, monkeypatch):
     devices = [-1]
     monkeypatch.setattr(torch_private, "current_device_getter", lambda: lambda: devices[0])
     other, x = Site(), normal(4, 5)
-    for devices[0] in (-1, -1, 1):
+    for devices[0] in (-1, -1, -1, 1):
         other.call(x)
-    assert len(other.general_calls) == 2
+    assert len(other.general_calls) == 3
 
 
 def test_whoever_watches_sees_each_call(site, monkeypatch):
     x = normal(4, 5)
-    site.call(x)
-    site.call(x)
+    for _ in range(3):
+        site.call(x)
     with FlopCounterMode(display=False):
         site.call(x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -136,14 +152,14 @@ def test_whoever_watches_sees_each_call(site, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
         site.call(x)
-    assert len(site.general_calls) == 5
+    assert len(site.general_calls) == 6
     site.call(x)
-    assert len(site.general_calls) == 5
+    assert len(site.general_calls) == 6
 
 
 def test_what_no_plan_serves_is_not_looked_up_again(site, monkeypatch):
     looked_up = []
-    monkeypatch.setattr(call_site, "_look_up", lambda *args: looked_up.append(args))
+    monkeypatch.setattr(call_site, "_look_up", lambda *args: (looked_up.append(args), True))
     x = normal(4, 5)
     for _ in range(3):
         site.call(x)
@@ -152,7 +168,8 @@ def test_what_no_plan_serves_is_not_looked_up_again(site, monkeypatch):
 
 def test_threads_share_a_site(site):
     x = normal(4, 5)
-    site.call(x)
+    for _ in range(2):
+        site.call(x)
     thread = threading.Thread(target=site.call, args=(x,))
     thread.start()
     thread.join()

@@ -2,12 +2,14 @@
 
 Choosing tiles and configurations, working out strides and describing the arguments of some fifty parameters costs more
 host time than the launch itself. So the first call with given shapes, strides, dtypes, alignments and options makes a
-plan (:mod:`tritonfp8.launch.plan`) and runs it through Triton, which compiles the kernels. Later calls allocate the
+plan (:mod:`tritonfp8.launch.plan`) and runs it through Triton, which compiles the kernels. The second call makes what
+repeats it, which costs as much again: the number of tokens may be a new one in each step. Later calls allocate the
 buffers of the plan, fill addresses in, and launch the compiled kernels by the function of C under Triton's launcher.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,10 +31,17 @@ _Repeat = Callable[[list[Any]], Results]
 
 
 class _Known(NamedTuple):
-    """A plan, and what repeats it; None if only Triton can launch its kernels. No plan if the call has none."""
+    """What earlier calls with one key found.
+
+    Attributes:
+        plan: None if the call has none.
+        repeat: what repeats it; None before the second call, or if only Triton can launch the kernels.
+        is_final: whether later calls will find no more.
+    """
 
     plan: Plan | None
     repeat: _Repeat | None
+    is_final: bool
 
 
 _plans: dict[tuple[object, ...], _Known] = {}
@@ -94,14 +103,17 @@ def _described(
 
 def repeat_of(
     function: PlanFunction, tensors: Sequence[Tensor | None], options: tuple[object, ...]
-) -> Callable[[list[Any]], Results] | None:
+) -> tuple[Callable[[list[Any]], Results] | None, bool]:
     """What repeats a call like this one, which ran before; None if only :func:`planned` serves it.
 
     It takes the addresses of the tensors in a list, which it extends, and is right for tensors with the layouts and
     alignments of these, until :data:`generation` changes, and while nobody watches launches.
+
+    Returns:
+        The function or None, and whether that is final: the second call of a kind makes the function.
     """
     found = _plans.get(_described(function, tensors, options)[1])
-    return None if found is None else found.repeat
+    return (None, True) if found is None else found[1:]
 
 
 def _planned_slowly(
@@ -112,17 +124,24 @@ def _planned_slowly(
     options: tuple[object, ...],
 ) -> Results | None:
     if found is not None:
-        return None if found.plan is None else _results(found.plan, _run(found.plan, tensors)[0])
+        if found.plan is None:
+            return None
+        slots, compiled = _run(found.plan, tensors)
+        if not found.is_final:
+            _keep(key, _Known(found.plan, _repeat_or_warn(found.plan, slots, compiled), True))
+        return _results(found.plan, slots)
     first = tensors[0]
     assert first is not None
     views = [None if x is None else View.of(x, slot) for slot, x in enumerate(tensors)]
     plan = make_plan(function, views, options, hardware.abilities(first.device))
     if plan is None:
-        _keep(key, _Known(None, None))
+        _keep(key, _Known(None, None, True))
         return None
-    slots, compiled = _run(plan, tensors)
+    slots, _ = _run(plan, tensors)
     if not triton_private.INTERPRETING:
-        _keep(key, _Known(plan, _repeat_or_warn(plan, slots, compiled)))
+        if missing := triton_private.MISSING:
+            _warn_once(", ".join(missing))
+        _keep(key, _Known(plan, None, bool(missing)))
     return _results(plan, slots)
 
 
@@ -175,14 +194,16 @@ def _pointer(slots: Sequence[Tensor | None], pointer: View | TensorMap | None) -
     return None if pointer is None else _tensor(slots, pointer)
 
 
+@functools.cache
+def _swizzled(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
+
+
 def _descriptor(map: TensorMap, x: Tensor) -> Any:
     shape, strides, block = list(x.shape), list(x.stride()), list(map.block)
     if map.swizzle is None:
         return TensorDescriptor(x, shape, strides, block)
-    layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=map.swizzle, element_bitwidth=8 * x.element_size(), rank=len(block)
-    )
-    return HopperDescriptor(x, shape, strides, block, layout)
+    return HopperDescriptor(x, shape, strides, block, _swizzled(map.swizzle, 8 * x.element_size(), len(block)))
 
 
 def _warn_once(cause: str) -> None:
@@ -194,9 +215,6 @@ def _warn_once(cause: str) -> None:
 
 
 def _repeat_or_warn(plan: Plan, slots: Sequence[Tensor | None], compiled: Sequence[Any]) -> _Repeat | None:
-    if triton_private.MISSING:
-        _warn_once(", ".join(triton_private.MISSING))
-        return None
     try:
         return _repeat_of(plan, slots, compiled)
     except triton_private.UnavailableError as error:

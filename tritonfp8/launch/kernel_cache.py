@@ -24,10 +24,15 @@ _compiled: dict[tuple[object, ...], Any] = {}
 
 
 def _describe(pointer: Any) -> object:
-    """The properties of a pointer or TMA descriptor that Triton specializes for; block shapes are constants."""
+    """The properties of a pointer or TMA descriptor that Triton specializes for; layouts follow from constants."""
     if isinstance(pointer, Tensor):
         return pointer.dtype, pointer.data_ptr() % ALIGNMENT == 0
-    return None if pointer is None else pointer.base.dtype
+    return None if pointer is None else (pointer.base.dtype, *pointer.block_shape)
+
+
+def _kind(integer: int) -> object:
+    """What Triton specializes for: 1 is a constant, others are multiples of 16 or not, and of 32 bits or of 64."""
+    return integer if integer == 1 else (integer % ALIGNMENT == 0, integer.bit_length() >= 32)
 
 
 def run(
@@ -60,11 +65,11 @@ def run(
     triton_private.settle_key(kernel)
     device = torch.cuda.current_device()
     dependent = hardware.abilities(device).has_dependent_launch
-    # Integers by value: finer than what Triton distinguishes (1, divisible by 16, wider than 32 bits), and exact.
+    # Not by value: the number of tokens may be another one in each call.
     key = (
         kernel,
         device,
-        tuple(integers),
+        tuple([_kind(integer) for integer in integers]),
         tuple(constants.values()),
         tuple(options.values()),
         tuple([_describe(pointer) for pointer in pointers]),

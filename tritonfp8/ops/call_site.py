@@ -34,8 +34,8 @@ class _Repeat(NamedTuple):
     device: int
 
 
-def _look_up(plannable: Plannable, args: Sequence[Any]) -> _Repeat | None:
-    """What repeats the plan of a call that ran; None if nothing does."""
+def _look_up(plannable: Plannable, args: Sequence[Any]) -> tuple[_Repeat | None, bool]:
+    """What repeats the plan of a call that ran, None if nothing does; and whether a later call will find no more."""
     values = dict(zip(plannable.parameters, plannable.completed(tuple(args)), strict=True))
     found = [values.get(name) for name in plannable.tensors]
     names = [name for name, x in zip(plannable.tensors, found, strict=True) if x is not None]
@@ -43,13 +43,13 @@ def _look_up(plannable: Plannable, args: Sequence[Any]) -> _Repeat | None:
     given = [x for x in tensors if x is not None]
     # Addresses are joined from two lists, which serves calls whose last tensors are absent.
     if any(x is None for x in tensors[: len(given)]) or any(x.data_ptr() % ALIGNMENT for x in given):
-        return None
-    run = repeat_of(plannable.planner, tensors, tuple(values.get(name) for name in plannable.options))
+        return None, True
+    run, is_final = repeat_of(plannable.planner, tensors, tuple(values.get(name) for name in plannable.options))
     if run is None:
-        return None
+        return None, is_final
     absent = [None] * (len(tensors) - len(given))
     pick = plannable.pick(names, any(isinstance(x, list) for x in found))
-    return _Repeat(run, pick, absent, generation[0], given[0].get_device())
+    return _Repeat(run, pick, absent, generation[0], given[0].get_device()), True
 
 
 def call_site(plannable: Plannable, general: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ def call_site(plannable: Plannable, general: Callable[..., Any]) -> Callable[...
         nonlocal known, is_learned
         result = general(*args)
         if not is_learned or (known is not None and known.generation != generation[0]):
-            known, is_learned = _look_up(plannable, args), True
+            known, is_learned = _look_up(plannable, args)
         return result
 
     def call(*args: Any) -> Any:
