@@ -55,12 +55,12 @@ def class_name_violations(modules):
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
     "kernels": 5830,  # transposes from codes, also of several weights and of groups; MXFP4 and experts in it; gradients
-    "compat": 1405,  # whether a graph is compiled or recorded, which torch 2.11 does not tell; merging by peft; Ctrl-C
+    "compat": 1465,  # what torch 2.11 does not tell of graphs, or leaves out of checkpoints; merging by peft; Ctrl-C
     "specs": 1190,  # naming; which transposes can be made from codes; two codes a byte; codes that are only read
     "recipes": 700,  # transposed_from, a backward that dequantizes, files of the recipes of layers; mxfp4_weights
     "reference": 2175,  # rows with bits of their own: attention, norms, gates; chains; MXFP4; parts of gradients
     "tuning": 1600,  # tiles of transposes that are made from codes
-    "launch": 5175,  # transposes from codes, also of several weights and of groups; chains; MXFP4; parts of gradients
+    "launch": 5200,  # transposes from codes, of several weights and of groups; chains; MXFP4; gradients; new numbers of rows
     "ops": 1920,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
     "layers": 7150,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
@@ -68,7 +68,7 @@ ROOM_LINES = {
     "export": 3490,  # MXFP4; NVFP4; load_tensors, headers of a stream; a checkpoint as it was loaded; ranks that save
     "rollout": 3030,  # weights for engines; a generator that shares codes, what differs by modules; exact models
     "optim": 490,
-    "distributed": 6470,  # codes sent once; weights rounded before; gradients in 8 bits, in one order, and their norm
+    "distributed": 6480,  # codes sent once; weights rounded before; gradients in 8 bits, in one order, and their norm
     "workflow": 3530,  # sampled steps in figures, for loggers; recipes to a file; MXFP4; self-tests of gradients
     "training": 1470,  # the check of a device, which was in cli, too; the benchmark's clocks and peaks of memory
     "warmup": 1430,
@@ -82,8 +82,8 @@ ROOM_LINES = {
 
 # The most lines of all tests: it falls and rises like a limit in ROOM_LINES.
 # MXFP4; NVFP4; codes in each mode; health; advice; diffusion; engines; chains; exact models; scaling; gradients
-# in 8 bits and in an order that no number of ranks changes
-TEST_LINES = 59_600
+# in 8 bits and in an order that no number of ranks changes; checkpoints in graphs of torch 2.11
+TEST_LINES = 59_700
 
 
 def room_violations(modules, limits=None):
