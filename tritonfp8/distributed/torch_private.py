@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from tritonfp8.compat import TRITON_OF_TORCH
 
@@ -150,6 +151,13 @@ default_store: Any = dist.distributed_c10d._get_default_store
 """The store through which the ranks of the default group met."""
 disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 """A decorator: the function runs as it is while a graph is traced."""
+
+
+def disable_dynamo_of_torch_before(version: str) -> Any:
+    """:data:`disable_dynamo` in torch before ``version``; a decorator that does nothing since."""
+    return disable_dynamo if Version(torch.__version__) < Version(version) else lambda function: function
+
+
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """``all_gather_single(out, x, group=...)``: public, by its name since torch 2.13 or by the older one."""
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tritonfp8.distributed.collectives import all_to_all_rows
 from tritonfp8.distributed.expert_parallel.all_to_all import CodesTravel, exchange, part, payload_of
+from tritonfp8.distributed.torch_private import disable_dynamo_of_torch_before
 from tritonfp8.layers.linear import source_of
 from tritonfp8.layers.moe import RoutedExperts, Routing, Way, can_route, combine, gather, permute
 
@@ -146,6 +147,8 @@ class ExpertDispatch:
             return None
         return CodesTravel(trip.send, trip.receive, self.group)
 
+    # Its autograd functions keep numbers of rows, which Dynamo of torch 2.11 takes for tensors: an AssertionError.
+    @disable_dynamo_of_torch_before("2.13")  # type: ignore[untyped-decorator]
     def _routed(self, module: RoutedExperts, hidden: Tensor, top_k_weights: Tensor, way: Way) -> Tensor:
         weights = module.weights(self.local)
         found = {name: module.bias_of(name) for name in weights}
