@@ -1,8 +1,11 @@
-"""Where the GPU time of a training step over ranks goes, by kinds of kernels:
-``torchrun --nproc-per-node 2 -m bench.distributed.kernels``.
+"""Where the GPU time of a training step over ranks goes, by kinds of kernels.
 
-The contestants of ``bench.distributed``, on rank 0. ``busy_seconds`` is the time in which any kernel runs: collectives
-run beside others. What a step takes longer than that, the host decides.
+    torchrun --nproc-per-node 2 -m bench.distributed.kernels --recipes rowwise
+    torchrun --nproc-per-node 2 -m bench.distributed.kernels --recipes rowwise --experts 8
+
+The contestants of ``bench.distributed``, or of ``bench.distributed.experts --compile --gather``, on rank 0.
+``busy_seconds`` is the time in which any kernel runs: collectives run beside others. What a step takes longer than
+that, the host decides.
 """
 
 import os
@@ -17,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.contest.machine import command_line, results_folder, write_results
 from bench.distributed.compare import Job, Settings, Training, free
+from bench.distributed.experts import LayerSettings
 from bench.distributed.ranks import joined
 from tritonfp8.advice import kernel_seconds
 
@@ -65,17 +69,18 @@ def kernels_of(profiled: profile) -> dict[str, Any]:
     return {"span": span, "busy": busy(spans), "kernels": dict(longest), "host": host}
 
 
-def measure(training: Training, batches: tuple[torch.Tensor, ...]) -> dict[str, float]:
-    """The seconds of a step's kernels by kind."""
+def measure(training: Training, batches: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """The seconds of a step's kernels by kind, and as ``profile`` what :func:`kernels_of` finds in all steps."""
     for batch in batches[:UNTIMED_STEPS]:
         training.step(batch)
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for batch in batches[UNTIMED_STEPS : UNTIMED_STEPS + STEPS]:
             training.step(batch)
         torch.cuda.synchronize()
     events = [e for e in profiler.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
-    return {kind: seconds / STEPS for kind, seconds in kinds(events).items()}
+    by_kind = {kind: seconds / STEPS for kind, seconds in kinds(events).items()}
+    return {**by_kind, "profile": {"steps": STEPS, **kernels_of(profiler)}}
 
 
 def main(
@@ -84,14 +89,17 @@ def main(
     batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 4,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,
     ways: Annotated[str, typer.Option(help="Styles of tensor parallelism, separated by commas.")] = "float8",
+    experts: Annotated[int, typer.Option(help="Instead: so many layers of Qwen3-30B-A3B, experts over ranks.")] = 0,
     out: Annotated[Path | None, typer.Option(help="File. [default: kernels-MODEL-tpN.json of this GPU]")] = None,
 ) -> None:
-    """Measure bf16 and each recipe under tensor parallelism over all ranks."""
+    """Measure bf16 and each recipe under tensor parallelism over all ranks, or with experts over them."""
     device, size = torch.device("cuda", int(os.environ["LOCAL_RANK"])), int(os.environ["WORLD_SIZE"])
-    settings = Settings(
-        model, tuple(names.split(",")), UNTIMED_STEPS + STEPS, batch_size, seq_len, 1, size, True, False,
-        ways=tuple(ways.split(",")),
-    )  # fmt: skip
+    chosen = tuple(names.split(",")), UNTIMED_STEPS + STEPS, batch_size, seq_len
+    settings = (
+        LayerSettings("qwen3-30b-a3b", *chosen, size, 1, True, False, layers=experts, gather=True)
+        if experts
+        else Settings(model, *chosen, 1, size, True, False, ways=tuple(ways.split(",")))
+    )
     with joined(device) as ranks:
         job, rows = Job.make(settings, device), []
         for contestant in settings.contestants():
@@ -101,11 +109,13 @@ def main(
             torch.compiler.reset()
             free(device)
         if ranks.rank == 0:
-            path = out or results_folder() / f"kernels-{Path(model).stem}-tp{size}.json"
+            what = f"experts-{experts}-layers-ep{size}" if experts else f"{Path(model).stem}-tp{size}"
+            path = out or results_folder() / f"kernels-{what}.json"
             command = f"torchrun --nproc-per-node {size} {command_line().removeprefix('python ')}"
             write_results(path, {"command": command, "settings": vars(settings), "rows": rows})
             for row in rows:
-                print({key: x if isinstance(x, str) else f"{1e3 * x:.1f} ms" for key, x in row.items()})
+                shown = {key: x for key, x in row.items() if key != "profile"}
+                print({key: f"{1e3 * x:.1f} ms" if isinstance(x, float) else x for key, x in shown.items()})
 
 
 if __name__ == "__main__":

@@ -364,7 +364,9 @@ def main(
         whole = {"processes": processes, "compiled": device == "cuda", "deterministic": losses, **chosen}
         wholes = wholes_of(model, layouts.split(","), contenders.split(","), whole)
         ranks = "" if processes == 2 else f"-x{processes}"
-        name = f"torchtitan-{model}{ranks}-{layouts.replace(',', '-')}{'-losses' if losses else ''}.json"
+        name = (
+            f"torchtitan-{model}{ranks}-{layouts.replace(',', '-').replace('+', '-')}{'-losses' if losses else ''}.json"
+        )
         sys.exit(not run_whole(wholes, device, warm, (out or results_folder()) / name))
     pairs = pairs_of(names.split(","), flavors.split(","), dtypes.split(","), experts, processes, **chosen)
     if experts and not shards_experts():

@@ -40,6 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep4": {"ep": 4},
     "wide": {"gather": False},
     "exact": {"payload": "high_precision"},
+    "graph": {"graphs": True},
 }
 LOGGED = 10
 # The first of them compiles.
@@ -65,6 +66,8 @@ class Whole:
         length: tokens of a sequence; 0 for torchtitan's.
         steps: optimizer steps.
         compiled: whether blocks and loss are compiled.
+        graphs: whether forward and backward are replayed as a CUDA graph, torchtitan's default. No bytes are counted
+            in it.
         processes: their number.
     """
 
@@ -81,6 +84,7 @@ class Whole:
     length: int = 0
     steps: int = LOGGED * (1 + WINDOWS)
     compiled: bool = True
+    graphs: bool = False
     processes: int = 2
 
 
@@ -246,7 +250,9 @@ def config_of(whole: Whole, folder: str) -> Any:
             spmd_backend="partial_dtensor", tensor_parallel_degree=whole.tp, expert_parallel_degree=whole.ep
         ),
         # The last two steps are not timed: one counts bytes, and one is profiled.
-        training=dataclasses.replace(config.training, steps=whole.steps + 2, disable_cuda_graphs=True, **sizes),
+        training=dataclasses.replace(
+            config.training, steps=whole.steps + 2, disable_cuda_graphs=not whole.graphs, **sizes
+        ),
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=min(10, whole.steps)),
         validator=dataclasses.replace(config.validator, enable=False),
         checkpoint=dataclasses.replace(config.checkpoint, enable=False),

@@ -226,7 +226,7 @@ def run_whole(wholes: list[Whole], device: str, warm: int, path: Path) -> bool:
         rows.append({**asdict(whole), **found})
         write_results(path, {"rows": rows})
         named = f"{whole.model:<8} {whole.contender:<24} tp {whole.tp} ep {whole.ep} {whole.checkpointing:<9}"
-        named += f"{'' if whole.gather else ' wide'}{'' if whole.payload == 'float8' else ' exact'}"
+        named += "".join(name for name, chosen in _choices(whole).items() if chosen)
         speed = f"{found['tokens_per_second']:>8.0f} tokens/s/GPU  MFU {found['mfu']:.1%}  {found['peak_gib']:.1f} GiB"
         print("BAD" if found["failures"] else "ok ", named, speed, f"loss {found['losses'][-1]:.4f}", flush=True)
         print("".join(f"    {failure}\n" for failure in found["failures"]), end="", flush=True)
@@ -235,11 +235,15 @@ def run_whole(wholes: list[Whole], device: str, warm: int, path: Path) -> bool:
     return not different and not any(row["failures"] for row in rows)
 
 
+def _choices(whole: Whole) -> dict[str, bool]:
+    return {" wide": not whole.gather, " exact": whole.payload != "float8", " graph": whole.graphs}
+
+
 def differing(rows: list[dict[str, Any]]) -> list[str]:
-    """Which choices changed losses that they must leave: the gather all of them, and the payload the first."""
+    """Which choices changed losses that they must leave: the gather and graphs all, and the payload the first."""
     found = []
     names = [each.name for each in dataclasses.fields(Whole)]
-    for choice, steps in (("gather", None), ("payload", 1)):
+    for choice, steps in (("gather", None), ("graphs", None), ("payload", 1)):
         kept = [name for name in names if name != choice]
         groups: dict[tuple[Any, ...], set[tuple[float, ...]]] = {}
         for row in rows:
