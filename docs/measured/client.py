@@ -53,9 +53,19 @@ def reductions() -> str:
     return table(("link", "gradients", "step in ms", "speed over float32", "bytes over float32"), lines)
 
 
+def reduction_losses() -> str:
+    """Last losses of several seeds by how gradients are reduced."""
+    lines: list[tuple[Any, ...]] = []
+    for row in data("../cpu/reductions-tiny/reductions.json")["rows"]:
+        losses = ", ".join(f"{loss:.4f}" for loss in row["last_losses"])
+        lines.append((row["contender"], losses, f"{row['mean_over_float32']:+.4f}", f"{row['noise']:.4f}"))
+    return table(("gradients", "last losses of three seeds", "mean over float32", "standard deviation of seeds"), lines)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "client speeds": client_speeds,
     "largest models": largest_models,
     "reductions": reductions,
+    "reduction losses": reduction_losses,
 }
 """The function that makes each table, by the name of its block."""

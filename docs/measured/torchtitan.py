@@ -9,10 +9,16 @@ from bench.distributed.bars import mean_losses
 from bench.tables import table
 from docs.measured.results import data
 
+# One run each, whose contenders are compared with its bf16.
 LAYOUTS = {
     "fsdp": "FSDP2, selective checkpointing",
+    "fsdp-100": "the same, 100 steps",
+    "fsdp-head": "the same, another run",
+    "fsdp-graph": "the same, as CUDA graph",
+    "none": "FSDP2, no checkpointing",
     "full": "FSDP2, full checkpointing",
     "tp": "TP = 2, selective checkpointing",
+    "tp-graph": "the same, as CUDA graph",
 }
 
 
@@ -32,13 +38,15 @@ def whole_models() -> str:
     lines = []
     for layout, name in LAYOUTS.items():
         for contender, row in runs(layout).items():
-            speed, peak = f"{row['tokens_per_second']:,.0f}", f"{row['active_gib']:.1f}"
-            gathered, loss = f"{row['bytes']['all_gather'] / 1e9:.1f}", f"{row['losses'][-1]:.3f}"
+            # The graph is recorded in the second step, and its memory is not counted afterwards.
+            peak = max(row["active_gib_of_windows"]) if row.get("graphs") else row["active_gib"]
+            gathered = "" if row.get("graphs") else f"{row['bytes']['all_gather'] / 1e9:.1f}"
+            speed, peak, loss = f"{row['tokens_per_second']:,.0f}", f"{peak:.1f}", f"{row['losses'][-1]:.3f}"
             over = f"{ratio(layout, contender):.3f}"
             lines.append((name, contender, speed, over, f"{row['mfu']:.1%}", peak, gathered, loss))
     columns = (
         "layout", "contender", "tokens/s/GPU", "over bf16", "MFU of bf16's peak", "peak GiB", "gathered GB a step",
-        "loss of step 20",
+        "last loss",
     )  # fmt: skip
     return table(columns, lines)
 
@@ -83,5 +91,21 @@ def eight_ranks() -> str:
     )
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"whole models": whole_models, "eight ranks": eight_ranks}
+def expert_layers() -> str:
+    """Layers of a mixture whose experts are over two GPUs."""
+    rows = data("experts-over-ranks-qwen3-30b-a3b-8-layers-gather-compiled.json")["rows"]
+    lines = []
+    for row in rows:
+        sent, losses = sum(row["bytes"][kind] for kind in ("all_to_all", "all_gather")), mean_losses(row)
+        speed = f"{rows[0]['seconds'] / row['seconds']:.3f}"
+        times = f"{1e3 * row['seconds']:.0f}", speed, f"{row['peak_bytes'] / 2**30:.1f}", f"{sent / 1e9:.1f}"
+        lines.append((row["contender"], *times, f"{losses[-1]:.3f}"))
+    return table(("contender", "step in ms", "speed over bf16", "peak GiB", "GB sent and gathered", "last loss"), lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "whole models": whole_models,
+    "eight ranks": eight_ranks,
+    "expert layers": expert_layers,
+}
 """The function that makes each table, by the name of its block."""

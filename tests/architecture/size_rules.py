@@ -60,7 +60,7 @@ ROOM_LINES = {
     "recipes": 700,  # transposed_from, a backward that dequantizes, files of the recipes of layers; mxfp4_weights
     "reference": 2175,  # rows with bits of their own: attention, norms, gates; chains; MXFP4; parts of gradients
     "tuning": 1600,  # tiles of transposes that are made from codes
-    "launch": 5200,  # transposes from codes, of several weights and of groups; chains; MXFP4; gradients; new numbers of rows
+    "launch": 5200,  # transposes from codes, also of groups; chains; MXFP4; parts of gradients; new numbers of rows
     "ops": 1920,  # rows and fakes of ops whose rows have bits of their own; ops from codes; chains in graphs
     "layers": 7150,  # chains, operands from codes, a backward that dequantizes; rows that travelled; MXFP4, rounded to
     "functional": 380,
