@@ -24,6 +24,7 @@ _EXPORT = "tests/export/test_codes.py::test_equal_specs_keep_the_values_and_most
 _SHARDED_EXPORT = "tests/export/test_sharded.py::test_fsdp2_that_left_weights_gathered"
 _SCHEDULE = "tests/workflow/test_schedule.py"
 _FSDP = "tests/distributed/fsdp/test_fsdp.py"
+_GRADIENTS = "tests/distributed/gradients/test_"
 _WITH_ACCELERATE = "tests/clients/test_accelerate.py"
 _EMA = "tests/distributed/fsdp/test_ema.py"
 _CHUNKED = "tests/distributed/fsdp/test_chunked_loss.py"
@@ -262,6 +263,7 @@ SHARDED = (
     ),
     Column("FSDP2, CPU offload", (f"{_FSDP}::test_option",), "offload", known=_NOT_GATHERED),
     Column("FSDP2, gradient accumulation", (f"{_FSDP}::test_option",), "accumulate", known=_NOT_GATHERED),
+    Column("FSDP2, gradients in 8 bits", always=(f"{_GRADIENTS}reduce_scatter.py::test_gradients_are_near_float32",)),
     Column("FSDP2, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_fsdp",), known=_NOT_GATHERED),
     Column(
         "FSDP2, EMA weights swapped in and out",

@@ -12,7 +12,7 @@ from tritonfp8.kernels.gemm.hopper_packed_grouped import hopper_packed_grouped_k
 from tritonfp8.kernels.group_table import row_tiles_kernel
 from tritonfp8.launch import casts, gemms
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.gemms.packed import plan_packed_grouped_matmul, plan_packed_matmul, plan_with
+from tritonfp8.launch.gemms.packed import plan_packed_grouped_matmul, plan_packed_matmul
 from tritonfp8.launch.plan import View, make_plan
 from tritonfp8.specs import EXPANDED, MXFP4, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal
@@ -182,9 +182,9 @@ def test_bits_of_the_gemm_on_expanded_codes(n, k, apart, accumulation, poisoned_
     for m in TOKENS:
         a = casts.quantize(normal(m, k, dtype=torch.bfloat16).cuda(), ROW)
         config = packed_tiles.choose_packed(m, n, 132)
-        options = (ROW, TEXT, None, torch.bfloat16, accumulation, config)
+        options = (ROW, TEXT, None, torch.bfloat16, accumulation, False, config)
         row_scale = expanded[1] if m % 2 else None
-        (found,) = planned(plan_with, (*a, q, scale, None, None, row_scale), options)
+        (found,) = planned(plan_packed_matmul, (*a, q, scale, None, None, row_scale), options)
         like = MatmulConfig(
             min(max(config.block_m, 16), 128), config.block_n, 128, 4, 4,
             swap=True, specialized=True, split_k=config.split_k,

@@ -115,10 +115,11 @@ def launcher(
         A function with the parameters of ``like``; ``plannable`` is an attribute of it.
     """
     known = Plannable.of(planner, like)
+    # Others, such as a configuration, are for who calls the planner.
+    known = known._replace(options=tuple(name for name in known.options if name in known.parameters))
     count, is_one, complete = len(known.parameters), known.is_one, known.completed
     tensors, options = known.pick(known.tensors), known.pick(known.options)
 
-    @served_by(planner, like)
     @functools.wraps(like)
     def run(*args: Any, **named: Any) -> Any:
         if named or len(args) < count:
@@ -133,5 +134,6 @@ def launcher(
             return like(*args)
         return run(*copies)
 
+    run.plannable = known
     run.__doc__ = f"Launch the twin of :func:`tritonfp8.reference.{like.__name__}`."
     return run

@@ -41,36 +41,16 @@ def plan_packed_matmul(
     out_dtype: torch.dtype | None,
     accumulation: str,
     batch_invariant: bool,
+    config: MatmulConfig | None = None,
 ) -> list[View] | None:
     """One output, ``[M, N]``. No plan where the codes should be expanded first."""
     m, n = a.shape[0], b.shape[0]
     bare = activation is None and residual is None
-    config = packed_tiles.choose_packed(m, n, plan.device.num_sms, bare)
+    config = config or packed_tiles.choose_packed(m, n, plan.device.num_sms, bare)
     if not m * n or batch_invariant or config is None:
         return None
-    options = (a_spec, b_spec, activation, out_dtype, accumulation)
-    return plan_with(plan, a, a_scale, b, b_scale, bias, residual, b_row_scale, *options, config)
-
-
-def plan_with(
-    plan: Planner,
-    a: View,
-    a_scale: View,
-    b: View,
-    b_scale: View,
-    bias: View | None,
-    residual: View | None,
-    b_row_scale: View | None,
-    a_spec: str,
-    b_spec: str,
-    activation: str | None,
-    out_dtype: torch.dtype | None,
-    accumulation: str,
-    config: MatmulConfig,
-) -> list[View] | None:
-    """:func:`plan_packed_matmul` by this configuration."""
     of, of_input = spec_of(b_spec, packed=True), spec_of(a_spec)
-    out = plan.empty((a.shape[0], b.shape[0]), out_dtype or torch.bfloat16)
+    out = plan.empty((m, n), out_dtype or torch.bfloat16)
     if not out.has_tma_layout() or not _is_readable(plan, a, a_scale, of_input, b, b_scale, of, bias):
         return None
     exponents = b_scale.retyped(torch.uint8)
