@@ -25,13 +25,9 @@ OUTSIDE = {
     "kernels of hidden 2048 layers, blockwise": WARM,
     "step of 1b on 2, rowwise, FP8 all-gather": "a slow run: on four GPUs the same step takes 0.93 of this time",
     "experts, EP = 2, rowwise from values, sends codes": "codes save bytes but no time: the work on them is left out",
-    "torchtitan's 8b, TP = 2, rowwise": "the GPU waits for the host, which the model leaves out: docs/torchtitan.md",
-    **dict.fromkeys(
-        (
-            "8 layers of qwen3-30b-a3b on 2, EP = 2, bf16",
-            "8 layers of qwen3-30b-a3b on 2, EP = 2, rowwise from values, sends codes",
-        ),
-        "the loss is not compiled, and the GPU waits for the counts of each layer: docs/experts.md",
+    "torchtitan's 8b, TP = 2, 20 steps, rowwise": "the GPU waits for the host: docs/torchtitan.md",
+    "speed over bf16, 8 layers of qwen3-30b-a3b on 2, EP = 2, rowwise from values, sends codes": (
+        "the GPU waits for the counts of each layer, and for a loss that is not compiled: docs/experts.md"
     ),
     "step of 8b-slice, TP = 2, rowwise": "not explained: the same recipe from codes takes 0.77 of this time",
 }
@@ -129,7 +125,8 @@ def _whole_layout(row: dict[str, Any]) -> tuple[str, Layout]:
     ranks, tp, ep = row["processes"], row["tp"], row["ep"]
     gather = row["contender"] != BASELINE and row["gather"] and ranks > tp
     names = [f"TP = {tp}"] * (tp > 1) + ["FSDP2"] * (ranks > tp) + [f"EP = {ep}"] * (ep > 1)
-    name = " x ".join(names) + (" with full checkpointing" if row["checkpointing"] == "full" else "")
+    saved = {"full": " with full checkpointing", "none": " without checkpointing"}.get(row["checkpointing"], "")
+    name = " x ".join(names) + saved + (" as CUDA graph" if row.get("graphs") else "")
     wide = "" if row["gather"] or row["contender"] == BASELINE else ", bf16 gather"
     return f"{name}{wide}{f', {ranks} GPUs' if ranks > 2 else ''}", Layout(ranks, tp, ep, gather=gather)
 
@@ -146,26 +143,32 @@ def whole_models() -> Iterator[Compared]:
                 continue
             batch, tokens = row["batch"] or of[1], row["length"] or of[2]
             found = predict(of[0], recipe, layout, batch, tokens, Network(), row["checkpointing"])
-            sequences = f" of {batch} sequences" if row["batch"] else ""
-            what = f"torchtitan's {row['model']}, {name}{sequences}, {recipe}"
+            name += f" of {batch} sequences" if row["batch"] else ""
+            what = f"torchtitan's {row['model']}, {name}, {row['steps']} steps, {recipe}"
             yield Compared(what, found["seconds"], batch * tokens / row["tokens_per_second"] / row["tp"], path.name)
 
 
 def expert_layers() -> Iterator[Compared]:
-    """Compiled layers of a mixture, whose rows travel in 8 bits where weights do."""
+    """Compiled layers of a mixture, whose rows travel in 8 bits where weights do: their speed over bf16.
+
+    Their loss is torch's, in float32 and not compiled, which the model of whole steps does not have.
+    """
     for path in sorted(compute.MEASURED.glob(f"experts-over-ranks-{LAYERS_MODEL}-*-layers*.json")):
         settings, ranks = (found := json.loads(path.read_text()))["settings"], found["ranks"]
         layout = Layout(ranks, ep=settings.get("ep") or ranks, gather=settings.get("gather", False))
-        for row in found["rows"]:
+        sizes = settings["batch_size"], settings["seq_len"], Network()
+        plain, *rows = [row for row in found["rows"] if row["seconds"] is not None and settings["tp"] == 1]
+        for row in rows if settings["compile"] else ():
             recipe, _, sent = row["contender"].partition(" from values, sends ")
-            if recipe not in RECIPES or settings["tp"] > 1 or not settings["compile"] or row["seconds"] is None:
-                continue
-            if recipe == BASELINE or layout.gather == (sent == "codes"):
-                way = dataclasses.replace(layout, gather=layout.gather and recipe != BASELINE)
-                sizes = settings["batch_size"], settings["seq_len"]
-                seconds = predict(LAYERS_MODEL, recipe, way, *sizes, Network(), layers=settings["layers"])["seconds"]
-                what = f"{settings['layers']} layers of {LAYERS_MODEL} on {ranks}, EP = {way.ep}, {row['contender']}"
-                yield Compared(what, seconds, row["seconds"], path.name)
+            if recipe in RECIPES and layout.gather == (sent == "codes"):
+                wide = dataclasses.replace(layout, gather=False)
+                seconds = [
+                    predict(LAYERS_MODEL, each, way, *sizes, layers=settings["layers"])["seconds"]
+                    for each, way in ((BASELINE, wide), (recipe, layout))
+                ]
+                what = f"speed over bf16, {settings['layers']} layers of {LAYERS_MODEL} on {ranks}, EP = {layout.ep}, "
+                measured = plain["seconds"] / row["seconds"]
+                yield Compared(what + row["contender"], seconds[0] / seconds[1], measured, path.name)
 
 
 def _root_bytes(name: str, head: int) -> int:

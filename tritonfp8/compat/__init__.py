@@ -1,7 +1,7 @@
 """What runs beneath: private names of torch, Triton and transformers, abilities of a device, counts of what ran.
 
 Exports the versions that are supported, the modules of private names, and the delay of Ctrl-C; importing this folder
-checks the installed versions and names, and mends checkpoints in graphs of torch before 2.13.
+checks the installed versions and names, and mends checkpoints in graphs of torch 2.11.
 """
 
 from tritonfp8.compat import counting, hardware, inductor_private, machine, torch_private, triton_private

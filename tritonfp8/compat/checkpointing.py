@@ -1,8 +1,7 @@
-"""Recompute what autograd functions compute in compiled checkpoints, which torch before 2.13 saves.
+"""Recompute what autograd functions compute in compiled checkpoints, which torch 2.11 saves.
 
-In a graph a checkpoint marks the nodes that backward computes again. Torch 2.11 and 2.12 leave the nodes inside an
-autograd function unmarked, so a checkpointed block would keep the result of each of its FP8 GEMMs. Torch 2.13 marks
-them.
+In a graph a checkpoint marks the nodes that backward computes again. Torch 2.11 leaves the nodes inside an autograd
+function unmarked, so a checkpointed block would keep the result of each of its FP8 GEMMs. Torch 2.13 marks them.
 """
 
 from __future__ import annotations

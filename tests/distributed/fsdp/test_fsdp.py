@@ -335,12 +335,8 @@ def test_a_compiled_step_gathers_what_an_eager_one_does(ranks):
     once, again = gathered(), gathered(recompute="yes")
     assert gathered(compile="block") == gathered(compile="block_min_cut") == once
     compiled = gathered(compile="block_min_cut", recompute="yes")
-    if torch.torch_version.TorchVersion(torch.__version__) < (2, 12):
-        # It keeps what the GEMMs return, and recomputes the rest.
-        assert compiled == once < again
-    else:
-        # A compiler recomputes no more than backward needs.
-        assert once < compiled <= again
+    # A compiler recomputes no more than backward needs.
+    assert once < compiled <= again
 
 
 @pytest.mark.parametrize("recompute", ["yes", "reentrant"])
