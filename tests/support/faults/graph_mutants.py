@@ -117,4 +117,25 @@ FAULTS = (
         "a chain multiplies rows that a batch-invariant GEMM must copy first",
         ("tests/layers/linear/test_function.py", "-k", "batch_invariant"),
     ),
+    (
+        "tritonfp8/compat/checkpointing.py",
+        "            _mark_inside(found)\n",
+        "            pass\n",
+        "in torch 2.11 a compiled checkpoint keeps the results of FP8 GEMMs",
+        ("tests/compat",),
+    ),
+    (
+        "tritonfp8/launch/kernel_cache.py",
+        "(integer % ALIGNMENT == 0, integer.bit_length() >= 32)",
+        "integer % ALIGNMENT == 0",
+        "a size beyond 32 bits is passed to a kernel that takes 32 bits",
+        ("tests/launch",),
+    ),
+    (
+        "tritonfp8/launch/executor.py",
+        "_repeat_or_warn(found.plan, slots, compiled), True)",
+        "None, True)",
+        "no call is repeated past Triton's own launch",
+        ("tests/launch", "tests/ops/test_call_site.py"),
+    ),
 )
