@@ -55,7 +55,7 @@ def class_name_violations(modules):
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
     "kernels": 5830,  # transposes from codes, also of several weights and of groups; MXFP4 and experts in it; gradients
-    "compat": 1465,  # what torch 2.11 does not tell of graphs, or leaves out of checkpoints; merging by peft; Ctrl-C
+    "compat": 1470,  # what torch 2.11 does not tell of graphs, or leaves out of checkpoints; merging by peft; Ctrl-C
     "specs": 1190,  # naming; which transposes can be made from codes; two codes a byte; codes that are only read
     "recipes": 700,  # transposed_from, a backward that dequantizes, files of the recipes of layers; mxfp4_weights
     "reference": 2175,  # rows with bits of their own: attention, norms, gates; chains; MXFP4; parts of gradients

@@ -10,12 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch._higher_order_ops import wrap
+import torch
+from packaging.version import Version
 
-MARKS = ("ac_graph_id", "recompute")
+_MARKS = ("ac_graph_id", "recompute")
 _OPS = ("call_function", "call_method", "call_module")
 _FUNCTION = "autograd_function_apply"
-OURS = "tritonfp8."
+_OURS = "tritonfp8."
 
 
 def _mark_inside(graph_module: Any) -> None:
@@ -26,9 +27,9 @@ def _mark_inside(graph_module: Any) -> None:
         # Backward, the second body, is never computed again.
         body = getattr(graph_module, node.args[0].target)
         inside = [each for each in body.graph.nodes if each.op in _OPS]
-        if any(str(each.target).startswith(OURS) for each in inside):
+        if any(str(each.target).startswith(_OURS) for each in inside):
             for each in inside:
-                each.meta.update({name: node.meta[name] for name in MARKS})
+                each.meta.update({name: node.meta[name] for name in _MARKS})
             _mark_inside(body)
 
 
@@ -50,7 +51,11 @@ def marking_inside(tag_nodes: Callable[..., Any]) -> Callable[..., Any]:
 
 def mend_checkpoints() -> None:
     """Let this torch mark the nodes inside our autograd functions, if it does not."""
-    owner: Any = getattr(wrap, "TagActivationCheckpoint", None)
+    if Version(torch.__version__) >= Version("2.13"):
+        return
+    from torch._higher_order_ops import wrap
+
+    owner: Any = wrap.TagActivationCheckpoint
     tag_nodes = getattr(owner, "tag_nodes", None)
     if tag_nodes is not None and not hasattr(tag_nodes, "__wrapped__"):
         owner.tag_nodes = staticmethod(marking_inside(tag_nodes))

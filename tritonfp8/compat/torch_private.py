@@ -1,7 +1,8 @@
 """All private names of torch that the core uses: what each is for, and what serves if torch lacks it.
 
 The names are known in torch 2.11 to 2.15. No public function replaces those in :data:`WITHOUT_FALLBACK`: the import
-fails if torch lacks one. :mod:`tritonfp8.distributed.torch_private` has the names for distributed training.
+fails if torch lacks one. :mod:`tritonfp8.distributed.torch_private` has the names for distributed training, and
+:mod:`tritonfp8.compat.checkpointing` a name of torch before 2.13.
 """
 
 from __future__ import annotations
