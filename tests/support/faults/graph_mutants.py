@@ -62,6 +62,13 @@ FAULTS = (
         _PASSES,
     ),
     (
+        "tritonfp8/ops/passes/unused_results.py",
+        "if max(_results_read(graph, node), default=2) < 2",
+        "if min(_results_read(graph, node), default=2) < 2",
+        "a cast whose transpose is read makes no transpose",
+        _PASSES,
+    ),
+    (
         "tritonfp8/compat/inductor_private.py",
         " or name not in last_used:",
         ":",
