@@ -5,8 +5,8 @@
 
 Each run is a process. ``full`` trains all weights: ``bf16`` and ``torchao`` with torch's AdamW, a recipe with the same,
 ``RECIPE stored`` with weights stored in 8 bits and 8-bit moments, and ``RECIPE stored in backward`` steps each of these
-when its gradient is there. ``lora`` trains adapters on a frozen base, which
-a recipe stores in 8 bits. ``--largest`` finds the most layers that train in full in so many GiB.
+when its gradient is there. ``RECIPE with head`` converts the head, too. ``lora`` trains adapters on a frozen base,
+which a recipe stores in 8 bits. ``--largest`` finds the most layers that train in full in so many GiB.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,243 +25,9 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
-import tritonfp8
 from bench.contest.machine import results_folder, write_results
-from bench.models import sums_of
-from tritonfp8.training import corpus, timers
-
-BASELINE, STORED, PEER = "bf16", " stored", "torchao "
-IN_BACKWARD = f"{STORED} in backward"
-CONTENDERS = f"bf16,{PEER}rowwise,rowwise,rowwise{STORED}"
-WARM_UP = 5
-# The shortest row of a padded batch has this share of the longest one's tokens.
-SHORTEST = 0.25
-MODELS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 512,
-    },
-    "8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0,
-    },
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run.
-
-    Attributes:
-        model: a name of :data:`MODELS`.
-        way: ``"full"`` or ``"lora"``.
-        contender: ``"bf16"``, a recipe, a recipe and ``" stored"`` or ``" stored in backward"``, or ``"torchao "`` and
-            a recipe of torchao.
-        checkpointing: whether activations are recomputed in backward.
-        padded: whether rows have different lengths; else a row is full.
-        batch: rows of a step.
-        length: tokens of the longest row.
-        steps: optimizer steps; the first :data:`WARM_UP` are not timed.
-        layers: so many; 0 for the model's.
-        dtype: of weights that are not stored in 8 bits.
-        gib: limit of the GPU's memory; 0 for all of it.
-        compiled: whether the Trainer compiles.
-        device: cpu or cuda.
-    """
-
-    model: str
-    way: str
-    contender: str
-    checkpointing: bool = True
-    padded: bool = False
-    batch: int = 2
-    length: int = 4096
-    steps: int = 15
-    layers: int = 0
-    dtype: str = "bfloat16"
-    gib: float = 0.0
-    compiled: bool = True
-    device: str = "cuda"
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether weights are stored in 8 bits."""
-        return STORED in self.contender
-
-
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Rows of bytes of text; padded ones are of different lengths, the same for every contender."""
-
-    def __init__(self, run: Run) -> None:
-        count = run.batch * run.steps
-        (rows,) = corpus.batches(corpus.load(), steps=1, batch_size=count, seq_len=run.length - 1, seed=0)
-        self.rows = rows.long()
-        generator = torch.Generator().manual_seed(1)
-        shares = SHORTEST + (1 - SHORTEST) * torch.rand(count, generator=generator)
-        self.lengths = (shares * run.length).long() if run.padded else torch.full((count,), run.length)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.rows[index, : self.lengths[index]]
-        return {"input_ids": row, "labels": row}
-
-
-def collated(rows: list[dict[str, Tensor]], length: int) -> dict[str, Tensor]:
-    """A batch that is padded to ``length``, so that a compiled model sees one shape."""
-
-    def padded(name: str, value: int) -> Tensor:
-        return torch.stack([nn.functional.pad(row[name], (0, length - len(row[name])), value=value) for row in rows])
-
-    batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
-    if all(len(row["input_ids"]) == length for row in rows):
-        return batch
-    return batch | {"attention_mask": (batch["labels"] != -100).long()}
-
-
-def model_of(run: Run) -> nn.Module:
-    """The model with random weights, converted as the contender converts it, with adapters for ``lora``."""
-    import transformers
-
-    config = {**MODELS[run.model], "use_cache": False, "max_position_embeddings": max(run.length, 2048)}
-    if run.layers:
-        config["num_hidden_layers"] = run.layers
-    stored, lora = run.is_stored, run.way == "lora"
-    recipe = run.contender.partition(STORED)[0]
-    torch.manual_seed(0)
-    # Weights that train as codes count as float32.
-    torch.set_default_dtype(torch.float32 if stored and not lora else getattr(torch, run.dtype))
-    with torch.device(run.device):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
-    torch.set_default_dtype(torch.float32)
-    if run.contender.startswith(PEER):
-        _convert_by_torchao(model, run.contender.removeprefix(PEER))
-    elif run.contender != BASELINE:
-        ways = {"mode": "inference"} if lora else {"weight_storage": "quantized" if stored else "parameters"}
-        tritonfp8.convert(model, recipe, **ways)
-    if lora:
-        import peft
-
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=16, task_type="CAUSAL_LM"))
-    return model
-
-
-def _convert_by_torchao(model: nn.Module, recipe: str) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    convert_to_float8_training(
-        model,
-        config=Float8LinearConfig.from_recipe_name(recipe),
-        module_filter_fn=lambda module, name: isinstance(module, nn.Linear) and "lm_head" not in name,
-    )
-
-
-def trainer_of(run: Run, model: nn.Module, folder: str, clock: Any) -> Any:
-    """transformers' Trainer of the model."""
-    from transformers import Trainer, TrainingArguments
-
-    args = TrainingArguments(
-        output_dir=folder,
-        max_steps=run.steps,
-        per_device_train_batch_size=run.batch,
-        learning_rate=1e-4,
-        bf16=run.device == "cuda",
-        use_cpu=run.device == "cpu",
-        optim="adamw_torch_fused",
-        gradient_checkpointing=run.checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        torch_compile=run.compiled,
-        logging_steps=1,
-        save_strategy="no",
-        # A norm of all gradients needs all of them at one time.
-        max_grad_norm=0.0 if run.contender.endswith(IN_BACKWARD) else 1.0,
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        seed=0,
-    )
-    optimizers: tuple[Any, Any] = (None, None)
-    if run.is_stored and run.way == "full":
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = tritonfp8.optim.AdamW(trained, lr=1e-4, moments="fp8")
-        optimizers = (optimizer, None)
-        if run.contender.endswith(IN_BACKWARD):
-            step_in_backward(trained, optimizer)
-    return Trainer(
-        model=model,
-        args=args,
-        train_dataset=Rows(run),
-        data_collator=lambda rows: collated(rows, run.length),
-        callbacks=[clock],
-        optimizers=optimizers,
-    )
-
-
-def step_in_backward(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Step each parameter when its gradient is there, and free the gradient."""
-
-    def step(parameter: Tensor) -> None:
-        optimizer.step()
-        parameter.grad = None
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(step)
-
-
-def _clock(device: torch.device) -> Any:
-    """A callback with the times at the end of the warm-up and of the last step, and the losses."""
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.times: list[float] = []
-            self.losses: list[float] = []
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step in (min(WARM_UP, state.max_steps - 1), state.max_steps):
-                timers.synchronize(device)
-                self.times.append(time.perf_counter())
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-            if "loss" in logs:
-                self.losses.append(logs["loss"])
-
-    return Clock()
-
-
-def train(run: Run) -> dict[str, Any]:
-    """Train once.
-
-    Returns:
-        ``tokens_per_second``, padding not counted; ``peak_gib`` of allocated memory; ``losses``; ``parameters`` of the
-        model, and ``stuck``, the trainable ones that did not change.
-    """
-    device = torch.device(run.device)
-    model = model_of(run)
-    if run.gib and run.device == "cuda":
-        # After the model was made in high precision, which a checkpoint in 8 bits never is.
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.set_per_process_memory_fraction(run.gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-    before = sums_of(model)
-    with tempfile.TemporaryDirectory() as folder:
-        clock = _clock(device)
-        trainer = trainer_of(run, model, folder, clock)
-        trainer.train()
-    after = sums_of(model)
-    rows = Rows(run)
-    timed = rows.lengths[run.batch * min(WARM_UP, run.steps - 1) :].sum().item()
-    return {
-        "tokens_per_second": timed / (clock.times[-1] - clock.times[0]),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if run.device == "cuda" else None,
-        "losses": clock.losses,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "stuck": [name for name, sums in after.items() if sums == before[name]],
-    }
+from bench.training.client_run import BASELINE, CAUSAL, IN_BACKWARD, MODELS, PEER, STORED, Run, train
 
 
 def in_process(run: Run) -> dict[str, Any] | None:
@@ -352,6 +117,8 @@ def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 15,
     largest_gib: Annotated[float, typer.Option("--largest", help="Find the largest model in so many GiB.")] = 0.0,
     compiled: Annotated[bool, typer.Option(help="The Trainer compiles.")] = True,
+    regions: Annotated[bool, typer.Option(help="It compiles block by block.")] = False,
+    attention: Annotated[str, typer.Option(help="causal, sdpa.")] = CAUSAL,
     one: Annotated[str, typer.Option(hidden=True)] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for client.json.")] = None,
 ) -> None:
@@ -362,10 +129,14 @@ def main(
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {"batch": batch, "length": length, "steps": steps, "layers": layers, "compiled": compiled}
-    options["device"] = device
+    options |= {"regions": regions, "attention": attention, "device": device}
     rows: list[dict[str, Any]] = []
-    name = "client-largest" if largest_gib else "client-compiled" if compiled else "client"
-    path = (out or results_folder()) / f"{name}.json"
+    kind = (
+        ("-regions" if regions else "-compiled") * compiled
+        + "-padded" * (kinds == "padded")
+        + "-mask" * (attention != CAUSAL)
+    )
+    path = (out or results_folder()) / f"client{'-largest' if largest_gib else kind}.json"
     if largest_gib:
         first = Run(
             model, "full", BASELINE, batch=1, length=length, steps=3, gib=largest_gib, device=device, compiled=compiled

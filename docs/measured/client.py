@@ -7,23 +7,57 @@ from typing import Any
 
 from bench.tables import table
 from docs.measured.results import data
+from tritonfp8.advice import kernel_seconds
 
-COMPILED = {"client.json": "no", "client-compiled.json": "yes"}
+# How the Trainer runs, by the file that has it.
+RUNS = {
+    "client-compiled.json": "compiled",
+    "client-regions.json": "compiled by block",
+    "client-compiled-mask.json": "compiled, attention by a mask",
+    "client.json": "eager",
+    "client-padded.json": "eager, padded rows",
+}
+# Parts of the names of kernels of torch and cuDNN.
+OF_TORCH = {"sdpa": "attention", "cudnn": "attention", "multi_tensor_apply": "optimizer, norm of gradients"}
+OF_KINDS = {"gemm_seconds": "GEMMs", "cast_seconds": "casts of our kernels"}
+KINDS = ("GEMMs", "attention", "casts of our kernels", "optimizer, norm of gradients")
 REDUCTIONS = {"reductions.json": "NVLink", "no-nvlink-reductions.json": "without peer-to-peer"}
 
 
 def client_speeds() -> str:
     """Tokens a second and memory of each contender, over bf16's of the same way to train."""
     lines: list[tuple[Any, ...]] = []
-    for file, compiled in COMPILED.items():
+    for file, runs in RUNS.items():
         bases: dict[Any, float] = {}
         for row in data(file)["rows"]:
             place, speed = (row["way"], row["checkpointing"]), row["tokens_per_second"]
             base = bases.setdefault(place, speed)
-            what = row["way"], "yes" if row["checkpointing"] else "no", compiled, row["contender"]
+            what = runs, row["way"], "yes" if row["checkpointing"] else "no", row["contender"]
             lines.append((*what, f"{speed:,.0f}", f"{speed / base:.3f}", f"{row['peak_gib']:.1f}"))
-    columns = ("trains", "checkpointing", "compiled", "contender", "tokens/s", "over bf16", "peak GiB")
+    columns = ("the Trainer runs", "trains", "checkpointing", "contender", "tokens/s", "over bf16", "peak GiB")
     return table(columns, lines)
+
+
+def _kind(kernel: str) -> str | None:
+    """One of :data:`KINDS`, by the name of a kernel; None for others."""
+    of_torch = next((kind for part, kind in OF_TORCH.items() if part in kernel), None)
+    (of_kind,) = (kind for kind, seconds in kernel_seconds([(kernel, 1.0)]).items() if seconds)
+    return of_torch or OF_KINDS.get(of_kind)
+
+
+def client_kernels() -> str:
+    """Where the GPU time of a step goes, with checkpointing, compiled as a whole."""
+    lines: list[tuple[Any, ...]] = []
+    for file in ("client-compiled.json", "client-compiled-mask.json"):
+        for row in data(file)["rows"]:
+            profile = row["profile"]
+            parts = dict.fromkeys(KINDS, 0.0)
+            for name, (seconds, _) in profile["kernels"].items():
+                if kind := _kind(name):
+                    parts[kind] += seconds
+            times = (*parts.values(), profile["busy"] - sum(parts.values()), profile["busy"], profile["span"])
+            lines.append((RUNS[file], row["contender"], *(f"{1e3 * x:.0f}" for x in times)))
+    return table(("the Trainer runs", "contender", *KINDS, "other kernels", "GPU busy", "step"), lines)
 
 
 def largest_models() -> str:
@@ -64,6 +98,7 @@ def reduction_losses() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "client speeds": client_speeds,
+    "client kernels": client_kernels,
     "largest models": largest_models,
     "reductions": reductions,
     "reduction losses": reduction_losses,

@@ -1,8 +1,12 @@
 """Whole models in the Trainer: its rows train, padding is not counted, and the largest size is found."""
 
 import pytest
+import torch
+import transformers
+from torch._dynamo.utils import counters
+from transformers.integrations import sdpa_attention
 
-from bench.training import client
+from bench.training import client, client_run
 
 RUN = client.Run("tiny", "full", "bf16", batch=2, length=32, steps=6, compiled=False, device="cpu", dtype="float32")
 pytestmark = pytest.mark.one_in(3)
@@ -13,6 +17,7 @@ pytestmark = pytest.mark.one_in(3)
     [
         ("full", "bf16"),
         ("full", "rowwise"),
+        ("full", "rowwise with head"),
         ("full", "rowwise stored"),
         ("full", "rowwise stored in backward"),
         ("lora", "rowwise"),
@@ -21,17 +26,17 @@ pytestmark = pytest.mark.one_in(3)
 def test_every_trainable_weight_changes(way, contender):
     row = client.train(client.replace(RUN, way=way, contender=contender, padded=True))
     assert row["stuck"] == []
-    assert len(set(row["losses"])) == RUN.steps
+    assert len(set(row["losses"])) == RUN.steps + 1
 
 
 def test_padding_is_neither_trained_on_nor_counted():
-    rows = client.Rows(client.replace(RUN, padded=True))
+    rows = client_run.Rows(client.replace(RUN, padded=True))
     assert rows.lengths.min() >= 8
-    batch = client.collated([rows[0], rows[1]], RUN.length)
+    batch = client_run.collated([rows[0], rows[1]], RUN.length)
     assert batch["attention_mask"].sum(1).tolist() == rows.lengths[:2].tolist()
     assert ((batch["labels"] == -100) == (batch["attention_mask"] == 0)).all()
-    full = client.Rows(RUN)
-    assert "attention_mask" not in client.collated([full[0], full[1]], RUN.length)
+    full = client_run.Rows(RUN)
+    assert "attention_mask" not in client_run.collated([full[0], full[1]], RUN.length)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +71,35 @@ def test_norms_in_bfloat16_may_round_their_steps_away():
 def test_a_run_that_fails_is_not_out_of_memory():
     with pytest.raises(RuntimeError, match=r"exit status 1(.|\n)*KeyError: 'nonsense'"):
         client.in_process(client.replace(RUN, model="nonsense"))
+
+
+@pytest.mark.parametrize("regions", [False, True])
+def test_blocks_compile_one_by_one_or_together(regions):
+    """The blocks are alike: one graph serves all."""
+    torch.compiler.reset()
+    counters.clear()
+    row = client.train(client.replace(RUN, compiled=True, regions=regions, layers=3))
+    assert row["stuck"] == []
+    assert row["first_step_seconds"] > 0
+    assert (counters["stats"]["unique_graphs"] > 1) == regions
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_causal_attention_gets_no_mask_and_gives_the_losses_of_one(compiled, monkeypatch):
+    """Also of padded rows: padding comes behind the text."""
+    torch.compiler.reset()
+    masked = []
+    attention = sdpa_attention.sdpa_attention_forward
+
+    def seen(module, query, key, value, attention_mask, **kwargs):
+        masked.append(attention_mask is not None)
+        return attention(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", seen)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", seen)
+    losses = {}
+    for name in (client.CAUSAL, "sdpa"):
+        losses[name] = client.train(client.replace(RUN, padded=True, compiled=compiled, attention=name))["losses"]
+        assert set(masked) == {name != client.CAUSAL}
+        masked.clear()
+    torch.testing.assert_close(losses[client.CAUSAL], losses["sdpa"], rtol=1e-5, atol=0)

@@ -241,6 +241,18 @@ def check_auto(names):
     assert any(is_stored(module) for module in names["model"].modules())
 
 
+def check_causal(names):
+    """A compiled model has the losses that it has with a mask."""
+    model = names["model"]
+    tokens = torch.randint(64, (2, 6))
+    losses = {}
+    for attention in ("causal", "sdpa"):
+        model.set_attn_implementation(attention)
+        torch.compiler.reset()
+        losses[attention] = torch.compile(model, backend="eager")(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(losses["causal"], losses["sdpa"])
+
+
 def check_written(names):
     assert sorted(os.listdir("out")) == sorted(os.listdir("checkpoint"))
     before, after = (Path(folder, "model.safetensors").read_bytes() for folder in ("checkpoint", "out"))
