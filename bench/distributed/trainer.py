@@ -203,7 +203,7 @@ def trainer_of(
     )
 
 
-def _sums() -> Any:
+def sums_of_gradients() -> Any:
     """A callback that has FSDP divide sums of gradients itself: gloo cannot compute means."""
     from torch.distributed.fsdp import FSDPModule
     from transformers import TrainerCallback
@@ -271,7 +271,7 @@ def train(program: Program) -> dict[str, Any]:
         if program.compiled in ("before", "both"):
             called = torch.compile(model, backend=program.backend)
         if not program.use_cpu and "nccl" not in dist.get_backend_config():
-            callbacks.append(_sums())
+            callbacks.append(sums_of_gradients())
         trainer = trainer_of(program, called, folder[0], steps, losses, callbacks)
         trainer.train(resume_from_checkpoint=index > 0 or None)
         gathered, of_experts = len(gathered_layers(model)), len(gathered_experts(model))

@@ -1,7 +1,8 @@
-"""Hugging Face's Trainer on a whole Llama on one GPU: tokens a second, peak memory and losses, by contender.
+"""Hugging Face's Trainer on a whole Llama: tokens a second and peak memory of a GPU, and losses, by contender.
 
     python -m bench.training.client --model 8b --ways lora,full --out bench/results/nvidia-h200
     python -m bench.training.client --largest 80 --out bench/results/nvidia-h200
+    python -m bench.training.client --ways full --rows packed --ranks 2
 
 Each run is a process. ``full`` trains all weights: ``bf16`` and ``torchao`` with torch's AdamW, a recipe with the same,
 ``RECIPE stored`` with weights stored in 8 bits and 8-bit moments, and ``RECIPE stored in backward`` steps each of these
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -38,7 +40,9 @@ def in_process(run: Run) -> dict[str, Any] | None:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "row.json"
-        command = [sys.executable, "-m", "bench.training.client", "--one", json.dumps(asdict(run)), "--out", str(path)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
+        program = ["-m", "bench.training.client", "--one", json.dumps(asdict(run)), "--out", str(path)]
+        command = [sys.executable, *(launcher if run.ranks > 1 else []), *program]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             output = (done.stdout + done.stderr)[-4000:]
@@ -117,6 +121,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 15,
     largest_gib: Annotated[float, typer.Option("--largest", help="Find the largest model in so many GiB.")] = 0.0,
     compiled: Annotated[bool, typer.Option(help="The Trainer compiles.")] = True,
+    ranks: Annotated[int, typer.Option(help="GPUs, among which FSDP2 shards the model.", min=1)] = 1,
     regions: Annotated[bool, typer.Option(help="It compiles block by block.")] = False,
     attention: Annotated[str, typer.Option(help="causal, sdpa.")] = CAUSAL,
     one: Annotated[str, typer.Option(hidden=True)] = "",
@@ -125,11 +130,15 @@ def main(
     """Run, print a table, and write after each run; fails if a trainable weight did not change."""
     if one:
         assert out is not None
-        out.write_text(json.dumps(train(Run(**json.loads(one)))))
+        row = train(Run(**json.loads(one)))
+        if os.environ.get("RANK", "0") == "0":
+            out.write_text(json.dumps(row))
         return
+    if ranks > max(1, torch.cuda.device_count()):
+        raise typer.BadParameter(f"{ranks} ranks need as many GPUs; this machine has {torch.cuda.device_count()}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {"batch": batch, "length": length, "steps": steps, "layers": layers, "compiled": compiled}
-    options |= {"regions": regions, "attention": attention, "device": device}
+    options |= {"regions": regions, "attention": attention, "device": device, "ranks": ranks}
     rows: list[dict[str, Any]] = []
     kind = (
         ("-regions" if regions else "-compiled") * compiled

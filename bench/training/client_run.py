@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import tritonfp8
 from bench.distributed.kernels import kernels_of
+from bench.distributed.trainer import sums_of_gradients
 from bench.models import sums_of
+from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gather
 from tritonfp8.training import corpus, timers
 
 BASELINE, STORED, PEER, HEAD = "bf16", " stored", "torchao ", " with head"
@@ -47,7 +50,7 @@ class Run:
         padded: whether rows have different lengths; else a row is full.
         batch: rows of a step.
         length: tokens of the longest row.
-        steps: optimizer steps; the first :data:`WARM_UP` are not timed. One more is profiled.
+        steps: optimizer steps; the first :data:`WARM_UP` are not timed. See :attr:`all_steps`.
         layers: so many; 0 for the model's.
         dtype: of weights that are not stored in 8 bits.
         gib: limit of the GPU's memory; 0 for all of it.
@@ -55,6 +58,7 @@ class Run:
         regions: whether it compiles block by block (accelerate's regional compilation); else the model as a whole.
         attention: :data:`CAUSAL`, or ``"sdpa"``, for which transformers builds a mask where it compiles or rows differ.
         device: cpu or cuda.
+        ranks: processes, a GPU each, among which FSDP2 shards the model; recipes gather in 8 bits.
     """
 
     model: str
@@ -72,6 +76,16 @@ class Run:
     regions: bool = False
     attention: str = CAUSAL
     device: str = "cuda"
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks > 1 and (self.way != "full" or self.padded or self.is_stored):
+            raise ValueError(f"several ranks need the way 'full', packed rows, and weights in values; got {self}")
+
+    @property
+    def all_steps(self) -> int:
+        """With the one that is profiled, and of several ranks one in which bytes are counted."""
+        return self.steps + 1 + (self.ranks > 1)
 
     @property
     def recipe(self) -> str:
@@ -88,7 +102,7 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Rows of bytes of text; padded ones are of different lengths, the same for every contender."""
 
     def __init__(self, run: Run) -> None:
-        count = run.batch * (run.steps + 1)
+        count = run.batch * run.all_steps * run.ranks
         (rows,) = corpus.batches(corpus.load(), steps=1, batch_size=count, seq_len=run.length - 1, seed=0)
         self.rows = rows.long()
         generator = torch.Generator().manual_seed(1)
@@ -151,6 +165,8 @@ def model_of(run: Run) -> nn.Module:
         ways = {"mode": "inference"} if lora else {"weight_storage": "quantized" if stored else "parameters"}
         head = {"*lm_head": run.recipe} if run.contender.endswith(HEAD) else {}
         tritonfp8.convert(model, {**head, "*": run.recipe}, **ways)
+        if run.ranks > 1:
+            enable_float8_all_gather(model)
     if lora:
         import peft
 
@@ -168,21 +184,30 @@ def _convert_by_torchao(model: nn.Module, recipe: str) -> None:
     )
 
 
-def trainer_of(run: Run, model: nn.Module, folder: str, clock: Any) -> Any:
+def trainer_of(run: Run, model: nn.Module, folder: str, callbacks: list[Any]) -> Any:
     """transformers' Trainer of the model."""
     from transformers import Trainer, TrainingArguments
 
     # accelerate reads it when the Trainer is made.
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(int(run.regions))
+    sharding: dict[str, Any] = {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "activation_checkpointing": run.checkpointing,
+        },
+    }
     args = TrainingArguments(
         output_dir=folder,
-        max_steps=run.steps + 1,
+        max_steps=run.all_steps,
         per_device_train_batch_size=run.batch,
         learning_rate=1e-4,
         bf16=run.device == "cuda",
         use_cpu=run.device == "cpu",
         optim="adamw_torch_fused",
-        gradient_checkpointing=run.checkpointing,
+        **(sharding if run.ranks > 1 else {}),
+        gradient_checkpointing=run.checkpointing and run.ranks == 1,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         torch_compile=run.compiled,
         logging_steps=1,
@@ -207,7 +232,7 @@ def trainer_of(run: Run, model: nn.Module, folder: str, clock: Any) -> Any:
         args=args,
         train_dataset=Rows(run),
         data_collator=lambda rows: collated(rows, run.length),
-        callbacks=[clock],
+        callbacks=callbacks,
         optimizers=optimizers,
     )
 
@@ -223,7 +248,7 @@ def step_in_backward(parameters: list[nn.Parameter], optimizer: torch.optim.Opti
         parameter.register_post_accumulate_grad_hook(step)
 
 
-def _clock(run: Run) -> Any:
+def _clock(run: Run, model: nn.Module) -> Any:
     """A callback: the times at the end of the warm-up and of ``run.steps``, all losses, and the profile of one step."""
     from transformers import TrainerCallback
 
@@ -232,16 +257,23 @@ def _clock(run: Run) -> Any:
     class Clock(TrainerCallback):
         def __init__(self) -> None:
             self.begin = self.first_step = 0.0
+            self.before: dict[str, tuple[float, float]] = {}
             self.times: list[float] = []
             self.losses: list[float] = []
             self.profiler = torch.profiler.profile()
+            self.traffic = count_collective_bytes()
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if run.ranks > 1 and not isinstance(model, FSDPModule):
+                raise RuntimeError("the Trainer did not shard the model by FSDP2")
+            self.before = sums_of(model)
             self.begin = time.perf_counter()
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == run.steps:
                 self.profiler.start()
+            if state.global_step == run.steps + 1:
+                self.traffic.__enter__()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 1:
@@ -250,8 +282,10 @@ def _clock(run: Run) -> Any:
             if state.global_step in (min(WARM_UP, run.steps - 1), run.steps, run.steps + 1):
                 timers.synchronize(device)
                 self.times.append(time.perf_counter())
-            if state.global_step > run.steps:
+            if state.global_step == run.steps + 1:
                 self.profiler.stop()
+            if state.global_step == run.steps + 2:
+                self.traffic.__exit__(None, None, None)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             if "loss" in logs:
@@ -264,21 +298,23 @@ def train(run: Run) -> dict[str, Any]:
     """Train once.
 
     Returns:
-        ``tokens_per_second``, padding not counted; ``peak_gib`` of allocated memory; ``first_step_seconds``, in which
-        the model is compiled; ``losses``; ``parameters`` of the model, and ``stuck``, the trainable ones that did not
-        change; ``profile``, see :func:`kernels_of`.
+        ``tokens_per_second`` of a rank, padding not counted; ``peak_gib`` of allocated memory; ``first_step_seconds``,
+        in which the model is compiled; ``losses``; ``parameters`` of the model, and ``stuck``, the trainable ones that
+        did not change; ``bytes`` of a step by collective; ``profile``, see :func:`kernels_of`.
     """
+    if run.ranks > 1 and run.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     model = model_of(run)
     if run.gib and run.device == "cuda":
         # After the model was made in high precision, which a checkpoint in 8 bits never is.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.set_per_process_memory_fraction(run.gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-    before = sums_of(model)
+    clock = _clock(run, model)
+    # Gloo cannot compute the mean of gradients.
+    callbacks = [clock, sums_of_gradients()] if run.ranks > 1 and run.device == "cpu" else [clock]
     with tempfile.TemporaryDirectory() as folder:
-        clock = _clock(run)
-        trainer = trainer_of(run, model, folder, clock)
-        trainer.train()
+        trainer_of(run, model, folder, callbacks).train()
     after = sums_of(model)
     rows = Rows(run)
     timed = rows.lengths[run.batch * min(WARM_UP, run.steps - 1) : run.batch * run.steps].sum().item()
@@ -288,6 +324,7 @@ def train(run: Run) -> dict[str, Any]:
         "first_step_seconds": clock.first_step,
         "losses": clock.losses,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "stuck": [name for name, sums in after.items() if sums == before[name]],
+        "stuck": [name for name, sums in after.items() if sums == clock.before[name]],
+        "bytes": clock.traffic.bytes if run.ranks > 1 else {},
         "profile": kernels_of(clock.profiler),
     }

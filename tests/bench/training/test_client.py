@@ -3,9 +3,12 @@
 import pytest
 import torch
 import transformers
+import typer
 from torch._dynamo.utils import counters
+from trainer_cases import act_as_launched
 from transformers.integrations import sdpa_attention
 
+from bench.distributed.trainer import reset
 from bench.training import client, client_run
 
 RUN = client.Run("tiny", "full", "bf16", batch=2, length=32, steps=6, compiled=False, device="cpu", dtype="float32")
@@ -103,3 +106,36 @@ def test_causal_attention_gets_no_mask_and_gives_the_losses_of_one(compiled, mon
         assert set(masked) == {name != client.CAUSAL}
         masked.clear()
     torch.testing.assert_close(losses[client.CAUSAL], losses["sdpa"], rtol=1e-5, atol=0)
+
+
+def on_ranks(mesh, run):
+    act_as_launched()
+    row = client.train(run)
+    reset()
+    return row
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fsdp2_shards_the_model_of_several_ranks(ranks, compiled):
+    bytes_of = {}
+    for contender in ("bf16", "rowwise"):
+        run = client.replace(RUN, contender=contender, ranks=4, compiled=compiled, regions=compiled)
+        row, *_ = ranks.run(4, on_ranks, run)
+        assert row["stuck"] == []
+        assert len(row["losses"]) == run.steps + 2
+        bytes_of[contender] = row["bytes"]["all_gather"]
+    # The embedding, the head and norms are gathered in high precision.
+    assert 0.25 < bytes_of["rowwise"] / bytes_of["bf16"] < 0.9
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(typer.BadParameter, match="2 ranks need as many GPUs; this machine has 1"):
+        client.main(ranks=2)
+
+
+def test_what_fsdp2_cannot_train_here_is_refused():
+    for options in ({"way": "lora"}, {"padded": True}, {"contender": "rowwise stored"}):
+        with pytest.raises(ValueError, match="several ranks need the way 'full', packed rows.*got Run"):
+            client.replace(RUN, ranks=2, **options)
