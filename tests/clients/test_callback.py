@@ -169,6 +169,30 @@ def test_a_compiled_model_is_converted_inside(tmp_path):
     assert_trained(model, before)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_that_are_compiled_one_by_one_train_to_the_bits_of_eager_ones(tmp_path, checkpointing, monkeypatch):
+    """With a recipe that changes, and a health report; compiled, the model is a copy that holds the same layers."""
+
+    def run(compiled):
+        monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", str(int(compiled)))
+        config = Float8Config(schedule=[(0, "bf16"), (2, "rowwise")], health_every=3)
+        options = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiled else {}
+        made = trainer(
+            llama(), tmp_path, Float8Callback(config), gradient_checkpointing=checkpointing,
+            remove_unused_columns=False, **options,
+        )  # fmt: skip
+        before = weights(made.model)
+        made.train()
+        assert made.accelerator.state.dynamo_plugin.use_regional_compilation == compiled
+        assert_trained(made.model, before)
+        logged = [entry["step"] for entry in made.state.log_history if "fp8/worst_layer" in entry]
+        return losses(made), logged, recipes_of(made.model), weights(made.model)
+
+    (*expected, eager), (*found, compiled) = run(False), run(True)
+    assert found == expected
+    assert_bitwise_equal(compiled, eager)
+
+
 def experts_recipes(model):
     return {name: module.recipe for name, module in experts_of(model).items() if is_converted_experts(module)}
 
