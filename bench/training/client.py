@@ -107,6 +107,25 @@ def _line(row: dict[str, Any], bases: dict[Any, float]) -> list[str]:
     return [row["way"], row["contender"], *map(str, place[1:]), *figures]
 
 
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table("way", "contender", "checkpointing", "padded", "tokens/s", "over bf16", "GiB", "B parameters")
+    bases: dict[Any, float] = {}
+    for row in rows:
+        table.add_row(*_line(row, bases))
+    Console(width=120).print(table)
+
+
+def _name(kinds: str, options: dict[str, Any]) -> str:
+    """The name of the file of such runs."""
+    parts = {
+        ("regions" if options["regions"] else "compiled"): options["compiled"],
+        f"x{options['ranks']}": options["ranks"] > 1,
+        "padded": kinds == "padded",
+        "mask": options["attention"] != CAUSAL,
+    }
+    return "-".join(["client", *(name for name, holds in parts.items() if holds)])
+
+
 def main(
     model: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "8b",
     ways: Annotated[str, typer.Option(help="full, lora.")] = "full,lora",
@@ -140,12 +159,7 @@ def main(
     options = {"batch": batch, "length": length, "steps": steps, "layers": layers, "compiled": compiled}
     options |= {"regions": regions, "attention": attention, "device": device, "ranks": ranks}
     rows: list[dict[str, Any]] = []
-    kind = (
-        ("-regions" if regions else "-compiled") * compiled
-        + "-padded" * (kinds == "padded")
-        + "-mask" * (attention != CAUSAL)
-    )
-    path = (out or results_folder()) / f"client{'-largest' if largest_gib else kind}.json"
+    path = (out or results_folder()) / (f"{_name(kinds, options)}.json" if not largest_gib else "client-largest.json")
     if largest_gib:
         first = Run(
             model, "full", BASELINE, batch=1, length=length, steps=3, gib=largest_gib, device=device, compiled=compiled
@@ -159,13 +173,7 @@ def main(
         for run in runs_of(model, *lists, options):
             rows.append(asdict(run) | (in_process(run) or {}))
             write_results(path, {"rows": rows})
-    table, bases = (
-        Table("way", "contender", "checkpointing", "padded", "tokens/s", "over bf16", "GiB", "B parameters"),
-        {},
-    )
-    for row in rows:
-        table.add_row(*_line(row, bases))
-    Console(width=120).print(table)
+    _show(rows)
     sys.exit(any(_held(row) for row in rows))
 
 

@@ -129,6 +129,14 @@ def test_fsdp2_shards_the_model_of_several_ranks(ranks, compiled):
     assert 0.25 < bytes_of["rowwise"] / bytes_of["bf16"] < 0.9
 
 
+def test_runs_that_differ_have_files_of_their_own():
+    plain = {"compiled": True, "regions": False, "ranks": 1, "attention": client.CAUSAL}
+    options = [{}, {"compiled": False}, {"regions": True}, {"ranks": 2}, {"attention": "sdpa"}]
+    names = [client._name("packed", plain | each) for each in options]
+    assert names == ["client-compiled", "client", "client-regions", "client-compiled-x2", "client-compiled-mask"]
+    assert client._name("padded", plain) == "client-compiled-padded"
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(typer.BadParameter, match="2 ranks need as many GPUs; this machine has 1"):
