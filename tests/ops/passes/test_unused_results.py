@@ -42,7 +42,7 @@ CASTS = {
 
 
 def after_rewrite(x, name, read):
-    """How many places the rewrite of a cast changed of which ``read`` results are read, and the op that is left."""
+    """The rewrite of a cast whose first ``read`` results are read: how many places changed, and the op that is left."""
     op, arguments, _ = CASTS[name]
     if op.startswith("quantize_groups"):
         inputs = x, torch.tensor([16, 48], dtype=torch.int32)

@@ -22,7 +22,7 @@ _FIRST_TWO = {
 
 
 def drop_unused(graph: Any) -> int:
-    """Replace casts of which only the first two results are read; how many it replaced.
+    """Replace casts where only the first two results are read; how many it replaced.
 
     Args:
         graph: see :func:`~tritonfp8.ops.passes.merged_casts.merge_casts`.
