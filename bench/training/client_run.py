@@ -7,6 +7,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 import tritonfp8
 from bench.distributed.kernels import kernels_of
 from bench.distributed.trainer import sums_of_gradients
-from bench.models import sums_of
+from bench.models import sums_of, with_head
 from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gather
 from tritonfp8.training import corpus, timers
 
@@ -163,8 +164,7 @@ def model_of(run: Run) -> nn.Module:
         _convert_by_torchao(model, run.contender.removeprefix(PEER))
     elif run.contender != BASELINE:
         ways = {"mode": "inference"} if lora else {"weight_storage": "quantized" if stored else "parameters"}
-        head = {"*lm_head": run.recipe} if run.contender.endswith(HEAD) else {}
-        tritonfp8.convert(model, {**head, "*": run.recipe}, **ways)
+        tritonfp8.convert(model, with_head(run.recipe) if run.contender.endswith(HEAD) else run.recipe, **ways)
         if run.ranks > 1:
             enable_float8_all_gather(model)
     if lora:
@@ -188,8 +188,6 @@ def trainer_of(run: Run, model: nn.Module, folder: str, callbacks: list[Any]) ->
     """transformers' Trainer of the model."""
     from transformers import Trainer, TrainingArguments
 
-    # accelerate reads it when the Trainer is made.
-    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(int(run.regions))
     sharding: dict[str, Any] = {
         "fsdp": True,
         "fsdp_config": {
@@ -313,7 +311,9 @@ def train(run: Run) -> dict[str, Any]:
     clock = _clock(run, model)
     # Gloo cannot compute the mean of gradients.
     callbacks = [clock, sums_of_gradients()] if run.ranks > 1 and run.device == "cpu" else [clock]
-    with tempfile.TemporaryDirectory() as folder:
+    # accelerate reads it when the Trainer is made, and a later run in this process must not.
+    regions = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": str(int(run.regions))}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, regions):
         trainer_of(run, model, folder, callbacks).train()
     after = sums_of(model)
     rows = Rows(run)

@@ -1,5 +1,7 @@
 """Whole models in the Trainer: its rows train, padding is not counted, and the largest size is found."""
 
+import os
+
 import pytest
 import torch
 import transformers
@@ -85,6 +87,8 @@ def test_blocks_compile_one_by_one_or_together(regions):
     assert row["stuck"] == []
     assert row["first_step_seconds"] > 0
     assert (counters["stats"]["unique_graphs"] > 1) == regions
+    # A later run in this process compiles as it is told.
+    assert "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION" not in os.environ
 
 
 @pytest.mark.parametrize("compiled", [False, True])
